@@ -18,8 +18,7 @@ from stoker_shared.errors import QueueHeld
 from stoker_shared.wire import FENCE_KEY, LEASE_KEY, MEMBERS_KEY
 from stoker_worker.process_identity import ProcessIdentity
 from stoker_worker.queue.connect import _take_over, open_queue
-from stoker_worker.queue.lease import Lease
-from stoker_worker.queue.lease_scripts import FENCE_KEPT_S
+from stoker_worker.queue.lease import FENCE_KEPT_S, Lease
 from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.server

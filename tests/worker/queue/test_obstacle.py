@@ -13,9 +13,9 @@ from tests.worker.queue.processes import a_dead_process
 
 from stoker_shared.errors import QueueHeld, StoreUnusable
 from stoker_shared.wire import FENCE_KEY, LEASE_KEY, MEMBERS_KEY, SERVED_KEY, STORE_KEY
+from stoker_worker.queue.client import lua
 from stoker_worker.queue.connect import _take_over, open_queue
 from stoker_worker.queue.lease import Lease, OwnStore
-from stoker_worker.queue.lease_scripts import HOLDS
 from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.server
@@ -314,7 +314,9 @@ def test_after_a_flush_the_worker_that_comes_first_goes_on_and_the_other_one_end
 @pytest.fixture
 def ends_jobs(connection):
     """Whether the scripts with which a worker starts and ends jobs do so."""
-    holds = connection.register_script(HOLDS + "return holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) and 1 or 0")
+    holds = connection.register_script(
+        lua("holds") + "return holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) and 1 or 0"
+    )
     return lambda lease: bool(holds(keys=lease.keys, args=lease.args))
 
 

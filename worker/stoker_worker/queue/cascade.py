@@ -27,8 +27,8 @@ from stoker_shared.result import Attempt, Choice
 from stoker_shared.route import RouteStep, next_step
 from stoker_shared.trust import KEPT, MOST_PAIRS, class_of_verdicts, field_of, task_of
 from stoker_shared.wire import FIELD_TRIED, TRUST_KEY
+from stoker_worker.queue.client import lua
 from stoker_worker.queue.json_job import OF_THE_RUN, JobRun, JsonJob
-from stoker_worker.queue.lease_scripts import HOLDS
 from stoker_worker.queue.ownership import Ownership
 
 _TOO_LONG: Final = (ContextLimitExceeded, BlockPoolTooSmall)
@@ -36,45 +36,7 @@ _TOO_LONG: Final = (ContextLimitExceeded, BlockPoolTooSmall)
 
 _TRIES: Final = 3
 
-# As `Counts.parsed` and `Counts.after`: anybody can write anything into the counts.
-_COUNT: Final = """
-local function count(counts, field, accepted, kept, most_pairs)
-  local found = redis.pcall('HGET', counts, field)
-  if not found and redis.call('HLEN', counts) >= tonumber(most_pairs) then return end
-  local yes, no = string.match(type(found) == 'string' and found or '', '^([%d.]+) ([%d.]+)$')
-  yes, no = (tonumber(yes) or 0) * kept + accepted, (tonumber(no) or 0) * kept + 1 - accepted
-  redis.pcall('HSET', counts, field, string.format('%.4f %.4f', yes, no))
-end
-"""
-_COUNT_ONE: Final = _COUNT + "count(KEYS[1], unpack(ARGV))"
-
-# The push comes first: it may be refused, because of what the key holds, and then nothing has changed. The attempts
-# that a lost reply was about are those in the hash, or the first of them, after the next model's answer.
-_GO_ON: Final = (
-    HOLDS
-    + _COUNT
-    + """
-if not holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) then return 0 end
-local job, execution, started, executions, of_worker, queues, queue = unpack(KEYS, 3, 9)
-local job_id, execution_id, member, origin, created_at, field, tried, ttl_s = unpack(ARGV, 4, 11)
-if redis.call('EXISTS', execution) == 0 then
-  local found = redis.pcall('HGET', job, field)
-  return type(found) == 'string' and string.sub(found, 1, #tried - 1) == string.sub(tried, 1, -2) and 1 or 0
-end
-if redis.pcall('HGET', job, 'status') ~= 'started' then return 0 end
-redis.call('LPUSH', queue, job_id)
-redis.pcall('SADD', queues, queue)
-redis.call('HSET', job, 'status', 'queued', 'origin', origin, 'created_at', created_at, field, tried)
-redis.call('HDEL', job, 'worker_name', unpack(ARGV, 16))
-if tonumber(ttl_s) > 0 then redis.call('EXPIRE', job, ttl_s) end
-redis.call('DEL', execution)
-redis.pcall('ZREM', started, member)
-redis.pcall('ZREM', executions, execution_id)
-redis.pcall('SREM', of_worker, member)
-count(KEYS[10], unpack(ARGV, 12, 15))
-return 1
-"""
-)
+_COUNT_ONE: Final = lua("count") + "count(KEYS[1], unpack(ARGV))"
 
 
 @dataclass(frozen=True)
@@ -163,7 +125,7 @@ class Cascade:
         self._connection = connection
         self._ownership = ownership
         self._count = connection.register_script(_COUNT_ONE)
-        self._go_on = connection.register_script(_GO_ON)
+        self._go_on = connection.register_script(lua("holds", "count", "go_on"))
 
     def count(self, pipeline: Pipeline, verdict: CheckOutcome) -> None:
         """Count it with the transaction that ends the job; the earlier attempts are counted already."""

@@ -10,7 +10,6 @@ has left.
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
-from importlib.resources import files
 from itertools import islice
 from math import inf
 from typing import Final, NamedTuple
@@ -24,6 +23,7 @@ from stoker_worker.periodic import Periodic
 from stoker_worker.placement.placement import FRAGMENT, Placement, as_field
 from stoker_worker.ports import Busy, LastVersion, MemoryUse
 from stoker_worker.queue.claimed_job import RqClaimedJob
+from stoker_worker.queue.client import lua
 from stoker_worker.queue.in_flight import JobsInFlight
 from stoker_worker.queue.json_job import raw
 from stoker_worker.queue.lease import Lease
@@ -33,7 +33,6 @@ from stoker_worker.queue.requeue import Claim, Requeue
 from stoker_worker.queue.start import JobStart, RunsElsewhere
 from stoker_worker.queue.waiting import Aside, QueueView
 
-_CLAIM: Final = FRAGMENT + (files(__package__) / "claim.lua").read_text(encoding="utf-8")
 _CLAIM_TRIES: Final = 8  # in one claim, while jobs turn out not to be ours to claim
 _TRIED_AT_ONCE: Final = 32  # from the second try on: many may be left to the same worker
 _MOST_PASSED: Final = 10_000
@@ -95,7 +94,7 @@ class Claimer:
         news = [TAKEN_KEY.format(queue=queue_name), COUNTS_KEY.format(queue=queue_name)]
         agents = [*placement.held.values(), *placement.last.values()]
         self._claim_keys = [self._key, claimed, lease.keys[0], MEMBERS_KEY, *news, WORKERS_SUSPENDED, *agents]
-        self._claim = connection.register_script(_CLAIM)
+        self._claim = connection.register_script(FRAGMENT + lua("claim"))
         self._view = QueueView(connection, queue_name)
         self.waiting = self._view.waiting
         self._passed_at: dict[str, float] = {}

@@ -1,11 +1,13 @@
-"""Calls to Redis: which errors pass by themselves, so that trying again helps, and an end for calls that wait for a
-server which hangs. Owns nothing; any thread.
+"""Calls to Redis: the text of scripts, which errors pass by themselves, so that trying again helps, and an end for
+calls that wait for a server which hangs. Owns nothing; any thread.
 """
 
 import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
+from importlib.resources import files
 from typing import Final
 
 from redis import Connection, ConnectionPool
@@ -35,6 +37,13 @@ _CANNOT_WRITE_NOW: Final = re.compile(
 )
 
 _AT_THE_LINE_OF_A_SCRIPT: Final = re.compile(r" script: .*$")
+
+
+@cache
+def lua(*names: str) -> str:
+    """The text of these files of `lua/`, one after the other: a script behind the functions that it calls."""
+    folder = files(__package__) / "lua"
+    return "".join((folder / f"{name}.lua").read_text(encoding="utf-8") for name in names)
 
 
 def may_pass(error: Exception) -> bool:

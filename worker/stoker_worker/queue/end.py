@@ -39,10 +39,9 @@ from stoker_shared.errors import InvalidRequest, OwnershipLost, RedisUnavailable
 from stoker_shared.text import message_line
 from stoker_shared.wire import CLAIMED_KEY, DEFAULT_FAILURE_TTL_S, DEFAULT_RESULT_TTL_S, ENDED_KEY, META_PARTIAL
 from stoker_worker.placement.placement import Placement
-from stoker_worker.queue.client import may_pass
+from stoker_worker.queue.client import lua, may_pass
 from stoker_worker.queue.json_job import OF_THE_RUN, JobRun, JsonJob, raw
 from stoker_worker.queue.lease import Lease
-from stoker_worker.queue.lease_scripts import HOLDS
 from stoker_worker.queue.ownership import End, EndedNote, Ownership
 from stoker_worker.queue.progress import read_meta, without_progress
 from stoker_worker.queue.registration import RqRegistration
@@ -159,48 +158,6 @@ FOREIGN_ID: Final = InvalidRequest(
     "job_id: RQ reads only ids of letters, digits, '-' and '_'; enqueue the job under such an id"
 )
 
-# Takes effect once, and for the holder of the lease only: the id is among the claimed ones until then, or its execution
-# among the started ones. No key of the job has a type that one can rely on.
-_FAIL: Final = (
-    HOLDS
-    + """
-if not holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) then return -1 end
-local job, results, failed, job_id, member = KEYS[4], KEYS[5], KEYS[6], ARGV[4], ARGV[11]
-local n_found = redis.call('LREM', KEYS[3], 1, job_id)
-if member ~= '' then
-  n_found = n_found + redis.call('ZREM', KEYS[7], member)
-  redis.call('DEL', KEYS[8])
-  redis.pcall('ZREM', KEYS[9], ARGV[12])
-  redis.pcall('SREM', KEYS[10], member)
-end
-if n_found == 0 then return -1 end
-local status = redis.pcall('HGET', job, 'status') -- false, or an error, if there is no job
-local is_over = status == 'finished' or status == 'failed' or status == 'stopped' or status == 'canceled'
-if type(status) == 'table' or is_over or redis.call('EXISTS', job) == 0 then return 0 end
-if member ~= '' and status ~= 'started' then return 0 end
-local ttl_s = math.floor(tonumber(redis.call('HGET', job, 'failure_ttl')) or -2)
-if not (ttl_s >= -1 and ttl_s < 1e9) then ttl_s = tonumber(ARGV[9]) end
-redis.call('HSET', job, 'status', 'failed', 'ended_at', ARGV[5], 'exc_info', ARGV[6])
-redis.call('HDEL', job, unpack(ARGV, 13))
-local function tell()
-  return redis.pcall('XADD', results, 'MAXLEN', '10', '*', 'type', ARGV[7], 'worker_name', '', 'exc_string', ARGV[8])
-end
-if type(tell()) == 'table' then -- an error: it is no stream, or a stream that takes no more
-  redis.call('DEL', results)
-  tell()
-end
-if ttl_s < 0 then
-  redis.call('PERSIST', job)
-  redis.pcall('ZADD', failed, ttl_s, job_id)
-else
-  redis.call('EXPIRE', job, ttl_s)
-  redis.call('EXPIRE', results, ttl_s)
-  redis.pcall('ZADD', failed, tonumber(ARGV[10]) + ttl_s, job_id)
-end
-return 1
-"""
-)
-
 # A key of another type, a number that is none, a time that no clock reaches. Other replies are about the server, as a
 # right that is missing, and are no job's fault.
 _OF_THE_DATA: Final = re.compile(r"\bWRONGTYPE\b|\b(hash )?value is (not|out of)\b|\binvalid expire\b")
@@ -219,7 +176,7 @@ class LastResort:
     def __init__(self, connection: Redis, lease: Lease) -> None:
         self._connection = connection
         self._lease = lease
-        self._script = connection.register_script(_FAIL)
+        self._script = connection.register_script(lua("holds", "fail"))
 
     def fail(self, queue_name: str, job_id: str, line: str, execution: Execution | None = None) -> None:
         """Fail a claimed or started job; only drop it if no job of this id waits or runs.

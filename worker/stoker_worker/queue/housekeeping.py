@@ -26,7 +26,7 @@ from rq.serializers import JSONSerializer
 from stoker_shared.job_data import read_json
 from stoker_worker.periodic import Periodic
 from stoker_worker.placement.placement import Placement
-from stoker_worker.queue.client import may_pass
+from stoker_worker.queue.client import lua, may_pass
 from stoker_worker.queue.end import FollowUp
 from stoker_worker.queue.json_job import JsonJob, ask_fields, is_rqs
 from stoker_worker.queue.lease import Lease
@@ -39,16 +39,6 @@ log = logging.getLogger(__name__)
 
 _CANCELED_PAGE: Final = 500
 _CANCELED_EVERY_S: Final = 60.0
-
-# In one step: the id may be used again, and canceled again. Any producer can write a key of another type.
-_REMOVE: Final = """
-if redis.call('TYPE', KEYS[1]).ok ~= 'zset' then return {0, 0} end
-local found, n_gone = redis.call('ZRANGE', KEYS[1], ARGV[1], ARGV[2]), 0
-for _, job_id in ipairs(found) do
-  if redis.call('EXISTS', ARGV[3] .. job_id) == 0 then n_gone = n_gone + redis.call('ZREM', KEYS[1], job_id) end
-end
-return {#found, n_gone}
-"""
 
 _GROUPS_EVERY_S: Final = 600  # as RQ's own workers
 _SAYS_FAILED_S: Final = 600.0
@@ -160,7 +150,7 @@ class CanceledJobs:
         self._round = Periodic(_CANCELED_EVERY_S)
         self._left: list[str] = []
         self._position = 0
-        self._remove = connection.register_script(_REMOVE)
+        self._remove = connection.register_script(lua("forget_canceled"))
 
     def step(self) -> None:
         """Look at the next page, if a round is under way or due."""

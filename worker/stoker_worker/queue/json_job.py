@@ -35,6 +35,7 @@ from stoker_shared.wire import (
     TASK_PATH,
 )
 from stoker_worker.placement.placement import Writes
+from stoker_worker.queue.client import lua
 
 
 def text(job_id: bytes) -> str:
@@ -58,21 +59,6 @@ _WAITING: Final = (JobStatus.DEFERRED.value.encode(), JobStatus.READY_TO_ENQUEUE
 OF_THE_RUN: Final = (FIELD_ATTEMPTS, FIELD_LOST_ALONE, FIELD_SAVING)
 """Fields that a job's hash loses when a run of it ends, unless the job is put back."""
 
-
-# A hash can have gigabytes.
-_READ: Final = """
-local values, room = {}, tonumber(ARGV[1])
-for i = 2, #ARGV do
-  local length = redis.call('HSTRLEN', KEYS[1], ARGV[i])
-  if length > room then
-    values[i - 1] = length
-  else
-    values[i - 1] = redis.call('HGET', KEYS[1], ARGV[i])
-    room = room - length
-  end
-end
-return values
-"""
 _MOST_BYTES: Final = 2 * MAX_DATA_BYTES
 """Of all fields that are read, as they are stored."""
 
@@ -288,7 +274,7 @@ class JsonJob(Job):
 
 def ask_fields(client: Redis | Pipeline, key: str, names: Sequence[str | bytes], most_bytes: int) -> Any:
     """As HMGET, but in place of each value that would make the reply longer than `most_bytes` there is its length."""
-    return client.register_script(_READ)(keys=[key], args=[most_bytes, *names])
+    return client.register_script(lua("fields"))(keys=[key], args=[most_bytes, *names])
 
 
 def _fields(values: Sequence[bytes | int | None]) -> dict[bytes, bytes | int]:
@@ -303,17 +289,8 @@ def hash_of(data: bytes) -> bytes:
 
 
 def delivery_stamp(created_at: bytes, repeats_left: bytes, data: bytes) -> str:
-    """A value that differs between the deliveries of one id, in hex. `DELIVERY` computes the same in Lua."""
+    """A value that differs between the deliveries of one id, in hex. `delivery` in `lua/` computes the same."""
     return hashlib.sha1(b"\0".join((created_at, repeats_left, data)), usedforsecurity=False).hexdigest()
-
-
-DELIVERY: Final = """
-local function delivery(job)
-  local f = redis.call('HMGET', job, 'created_at', 'repeats_left', 'data')
-  return redis.sha1hex((f[1] or '') .. '\\0' .. (f[2] or '') .. '\\0' .. (f[3] or ''))
-end
-"""
-"""Lua: the stamp of a job's hash as it is now."""
 
 
 def as_count(value: bytes | None) -> int:

@@ -26,9 +26,22 @@ from stoker_shared.errors import QueueHeld, StokerError, StoreUnusable
 from stoker_shared.wire import FENCE_KEY, LEASE_KEY, MEMBERS_KEY, RENEWALS_KEY, SERVED_KEY, STORE_KEY
 from stoker_worker.ports import ClaimedJob, DataLoss
 from stoker_worker.process_identity import ProcessIdentity, pid_namespace
-from stoker_worker.queue.lease_scripts import DESCRIBE, LEAVE, RELEASE, RENEW, TAKE
+from stoker_worker.queue.client import lua
 
 log = logging.getLogger(__name__)
+
+_RELEASE: Final = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
+
+# ARGV: the value, the member, what the others see of it from now on.
+_DESCRIBE: Final = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+redis.call('HSET', KEYS[3], ARGV[2], ARGV[3])
+return 1
+"""
+
+FENCE_KEPT_S: Final = 30 * 86_400
+"""Names and stores that are used once, as by containers, would fill the server otherwise. Whoever sleeps for longer
+finds that its executions and claimed ids are gone."""
 
 _RETRY_S: Final = 0.05
 _N_KEYS: Final = 4  # without those of queues
@@ -380,11 +393,11 @@ class Lease:
         self._ttl_ms = max(1, int(ttl_s * 1000))
         self._new_store = new_store
         self._connection = connection
-        self._take = connection.register_script(TAKE)
-        self._renew = connection.register_script(RENEW)
-        self._release = connection.register_script(RELEASE)
-        self._leave = connection.register_script(LEAVE)
-        self._describe = connection.register_script(DESCRIBE)
+        self._take = connection.register_script(lua("lease_take"))
+        self._renew = connection.register_script(lua("holds", "lease_renew"))
+        self._release = connection.register_script(_RELEASE)
+        self._leave = connection.register_script(lua("lease_leave"))
+        self._describe = connection.register_script(_DESCRIBE)
         self._value, self._fence = "", 0
         self._record = ""  # what other members see: the value, and what was announced
 
@@ -400,8 +413,8 @@ class Lease:
 
     @property
     def args(self) -> list[str | int]:
-        """Value, number and lifetime in milliseconds: the first ARGV of a script that begins with `HOLDS`. Its first
-        KEYS are `keys`."""
+        """Value, number and lifetime in milliseconds: the first ARGV of a script that begins with `lua/holds.lua`. Its
+        first KEYS are `keys`."""
         return [self._value, self._fence, self._ttl_ms]
 
     def acquire(self, *, recovers: bool = False, waits: bool = False) -> None:
@@ -461,7 +474,7 @@ class Lease:
         return bool(reply)
 
     def is_ours(self) -> bool:
-        """Whether no other worker has taken it. A lease that ran out is taken up again, as in `HOLDS`."""
+        """Whether no other worker has taken it. A lease that ran out is taken up again, as in `lua/holds.lua`."""
         return self.renew()
 
     def settle(self) -> None:
@@ -476,7 +489,9 @@ class Lease:
 
     def leave(self) -> None:
         """Leave the members, and give up the lease. Nothing may be claimed or in flight in this name any more."""
-        self._leave(keys=self._all_keys, args=[self._value, self.member, self._me.share, *self.queues])
+        self._leave(
+            keys=self._all_keys, args=[self._value, self.member, self._me.share, FENCE_KEPT_S * 1000, *self.queues]
+        )
         self._fence = 0
 
     def release(self) -> None:

@@ -22,6 +22,7 @@ from rq.registry import DeferredJobRegistry, ReadyJobRegistry, ScheduledJobRegis
 from rq.worker import BaseWorker
 
 from stoker_shared.wire import CLAIMED_KEY, MEMBERS_KEY
+from stoker_worker.queue.client import lua
 from stoker_worker.queue.lease import Lease
 from stoker_worker.queue.registration import NAME_PREFIX
 
@@ -32,32 +33,6 @@ _PAGE: Final = 300
 _MAX_PUT_BACK: Final = 20  # in one step: for each the server walks the whole queue
 _FIELDS: Final = ("status", "origin", "enqueued_at", "started_at", "worker_name")
 _WAITS_OR_RUNS: Final = (b"queued", b"started")
-
-_PUT_BACK = """
-if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
-local job, queue, job_id = KEYS[2], KEYS[3], ARGV[2]
-local now = redis.call('HMGET', job, 'status', 'enqueued_at', 'started_at')
-for i = 1, 3 do if (now[i] or '') ~= ARGV[i + 2] then return 0 end end
-if redis.call('LPOS', queue, job_id) or redis.call('LPOS', KEYS[4], job_id) then return 0 end
-for i = 5, 7 do if redis.call('ZSCORE', KEYS[i], job_id) then return 0 end end
-for _, member in ipairs(redis.call('HKEYS', KEYS[11])) do
-  if redis.call('LPOS', ARGV[7] .. member, job_id) then return 0 end
-end
-for _, member in ipairs(redis.call('ZRANGE', KEYS[8], 0, -1)) do
-  if string.sub(member, 1, #job_id + 1) == job_id .. ':' then return 0 end
-end
-if now[1] == 'started' and redis.call('EXISTS', KEYS[9]) == 1 then return 0 end
-for _, id in ipairs(redis.call('ZRANGE', KEYS[10], 0, -1)) do
-  local worker = redis.call('HGET', ARGV[6] .. id, 'worker_name')
-  for _, lease in ipairs(worker and redis.call('HVALS', KEYS[11]) or {}) do
-    if lease ~= ARGV[1] and string.find(lease, '"' .. worker .. '"', 1, true) then return 0 end
-  end
-end
-redis.call('HSET', job, 'status', 'queued')
-redis.call('HDEL', job, 'worker_name')
-redis.call('LPUSH', queue, job_id)
-return 1
-"""
 
 Reading = tuple[bytes, ...]
 """The values of `_FIELDS`."""
@@ -88,7 +63,7 @@ class LostJobs:
         self._every_s = every_s
         self._prefix = Job.key_for("").encode()
         self._is_job_key = re.compile(re.escape(self._prefix) + rb"[A-Za-z0-9_-]+")
-        self._put_back_script = connection.register_script(_PUT_BACK)
+        self._put_back_script = connection.register_script(lua("put_back"))
         self._search = self._begin_search()
 
     def step(self, in_flight: Container[str]) -> int:

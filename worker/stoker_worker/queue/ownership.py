@@ -22,9 +22,9 @@ from rq.utils import str_to_date, utcformat
 from stoker_shared.errors import JobLost
 from stoker_shared.job_data import unpacked
 from stoker_shared.wire import ENDED_KEY, FIELD_SAVING
-from stoker_worker.queue.json_job import DELIVERY, OF_THE_RUN, JobRun, JsonJob, delivery_stamp, hash_of
+from stoker_worker.queue.client import lua
+from stoker_worker.queue.json_job import OF_THE_RUN, JobRun, JsonJob, delivery_stamp, hash_of
 from stoker_worker.queue.lease import Lease
-from stoker_worker.queue.lease_scripts import HOLDS
 
 End = Literal["finished", "failed", "stopped"]
 
@@ -56,54 +56,6 @@ class EndedNote:
         return cls(**json.loads(text))
 
 
-# Every end removes the execution's hash together with its entry in the registry of started jobs, in one transaction.
-# When this worker writes the end, a note takes its place.
-_LOOK: Final = (
-    HOLDS
-    + """
-if not holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) then return 'lost' end
-if redis.call('EXISTS', KEYS[4]) == 0 then return redis.call('HGET', KEYS[5], ARGV[4]) or 'lost' end
-local status = redis.pcall('HGET', KEYS[3], 'status') -- of a key that is no hash: an error, which is no status
-if status == 'started' then
-  if ARGV[5] ~= '' then redis.call('HSET', KEYS[3], ARGV[5], redis.call('HGET', KEYS[3], 'created_at') or '-') end
-  return 'ours'
-end
-return status == 'queued' and 'enqueued' or 'lost'
-"""
-)
-
-# The job's hash shows it as running again, and its id is in no queue.
-_PUT_RIGHT: Final = (
-    HOLDS
-    + DELIVERY
-    + """
-if not holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) then return 0 end
-local job, job_id = KEYS[3], ARGV[5]
-if redis.call('EXISTS', KEYS[4]) == 0 or redis.call('HGET', job, 'status') ~= 'queued' then return 0 end
-if delivery(job) ~= ARGV[6] then return 0 end
-redis.call('HSET', job, 'status', 'started', 'origin', ARGV[7], 'worker_name', ARGV[8], 'started_at', ARGV[9])
-redis.call('PERSIST', job)
-for i = 5, #KEYS do redis.call('LREM', KEYS[i], 0, job_id) end
-return 1
-"""
-)
-
-# A job that is still shown as started is left alone: the member that recovers it has to find it, to put it back. A job
-# that was put back keeps its counts.
-_LET_GO: Final = (
-    HOLDS
-    + """
-if not holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) then return 0 end
-local member, id = ARGV[4], ARGV[5]
-if redis.pcall('HGET', KEYS[3], 'status') == 'started' then return 0 end
-local stood = redis.call('ZREM', KEYS[5], member) + redis.call('DEL', KEYS[4])
-redis.call('ZREM', KEYS[6], id)
-redis.call('SREM', KEYS[7], member)
-if stood > 0 then redis.pcall('HDEL', KEYS[3], unpack(ARGV, 6)) end
-return 1
-"""
-)
-
 _WITHDRAWN: Final = (b"canceled", b"stopped")
 _LOOKS: Final = 10  # the job may be written again between a look and the repair
 
@@ -117,9 +69,9 @@ class Ownership:
         self.member = lease.member
         self._connection = connection
         self.lease = lease
-        self._look = connection.register_script(_LOOK)
-        self._put_right = connection.register_script(_PUT_RIGHT)
-        self._let_go = connection.register_script(_LET_GO)
+        self._look = connection.register_script(lua("holds", "whose"))
+        self._put_right = connection.register_script(lua("holds", "delivery", "put_right"))
+        self._let_go = connection.register_script(lua("holds", "let_go"))
 
     def of(self, run: JobRun, *, saves: bool = False) -> State:
         """``ours``, ``lost``, or the note of an end that this worker has written.

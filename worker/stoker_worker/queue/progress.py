@@ -19,7 +19,7 @@ from redis.exceptions import RedisError, ResponseError
 from stoker_shared.job_data import read_json
 from stoker_shared.wire import FIELD_STREAM, META_PROGRESS, STREAM_KEY
 from stoker_worker.ports import SequenceProgress, TextSoFar
-from stoker_worker.queue.client import may_pass
+from stoker_worker.queue.client import lua, may_pass
 from stoker_worker.queue.json_job import JobRun
 
 log = logging.getLogger(__name__)
@@ -34,20 +34,6 @@ MAX_TEXT_BYTES: Final = 2**20
 MAX_ENTRIES: Final = 256
 _LEAST_WHOLE_BYTES: Final = 4096
 
-# The execution is gone once the job has ended or was taken away: such a run writes nothing any more. An entry of kind
-# `more` continues earlier entries, and is of no use without them.
-_TELL: Final = """
-if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
-if ARGV[3] == 'whole' then
-  redis.call('XADD', KEYS[2], 'MAXLEN', 1, '*', 'run', ARGV[2], 'kind', ARGV[3], 'text', ARGV[4],
-    'markers', ARGV[5])
-else
-  if redis.call('EXISTS', KEYS[2]) == 0 then return -1 end
-  redis.call('XADD', KEYS[2], '*', 'run', ARGV[2], 'kind', ARGV[3], 'text', ARGV[4])
-end
-redis.call('EXPIRE', KEYS[2], ARGV[1])
-return 1
-"""
 _KEYS: Final = frozenset({"stage", "tokens", "tokens_per_s"})
 _MAX_BYTES: Final = 16_384  # it is read and written whole
 
@@ -182,7 +168,7 @@ class JobStreams:
 
     def __init__(self, connection: Redis) -> None:
         self._connection = connection
-        self._tell = connection.register_script(_TELL)
+        self._tell = connection.register_script(lua("tell"))
         self._open: dict[int, _Stream] = {}
 
     @property

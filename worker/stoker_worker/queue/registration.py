@@ -30,7 +30,7 @@ from stoker_shared.wire import DEFAULT_RESULT_TTL_S, WORKER_KEY
 from stoker_worker.periodic import Periodic
 from stoker_worker.ports import Serving
 from stoker_worker.process_identity import ProcessIdentity
-from stoker_worker.queue.client import shut_down
+from stoker_worker.queue.client import lua, shut_down
 from stoker_worker.queue.in_flight import StopRequests
 from stoker_worker.queue.json_job import OF_THE_RUN, JobRun, JsonJob
 from stoker_worker.queue.lease import Lease
@@ -241,24 +241,6 @@ class RqRegistration(BaseWorker):
             self.set_state(wanted)
 
 
-# A run that is gone is not brought back: an execution's id is never used again. The job's own keys may have any type;
-# an error would keep the runs behind this one without a heartbeat.
-_BEAT = """
-local execution, wip, of_job, job, of_worker = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local id, member, ttl, now = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-if redis.call('EXISTS', execution) == 0 then return 0 end
-redis.call('HSET', execution, 'last_heartbeat', ARGV[4])
-redis.call('EXPIRE', execution, ttl)
-redis.call('ZADD', wip, 'XX', math.floor(now) + ttl, member)
-redis.pcall('ZADD', of_job, 'XX', math.floor(now) + ttl + 60, id)
-redis.call('EXPIRE', of_job, ttl + 60)
-redis.call('SADD', of_worker, member)
-redis.call('EXPIRE', of_worker, ttl + 60)
-if redis.call('EXISTS', job) == 1 then redis.pcall('HSET', job, 'last_heartbeat', ARGV[5]) end
-return 1
-"""
-
-
 class HeartbeatWriter:
     """Writes one beat at a time."""
 
@@ -270,7 +252,7 @@ class HeartbeatWriter:
         self._connection = connection
         self._registration = registration
         self._lease = lease
-        self._beat_script = connection.register_script(_BEAT)
+        self._beat_script = connection.register_script(lua("beat"))
 
     def beat(self) -> bool:
         """Renew the lease and the worker's own keys; ``False`` when the lease is another worker's."""

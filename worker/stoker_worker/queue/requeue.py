@@ -11,61 +11,11 @@ from rq.queue import Queue
 from rq.registry import StartedJobRegistry
 
 from stoker_shared.wire import CLAIMED_KEY, FIELD_ATTEMPTS, FIELD_DELIVERY, FIELD_LOST_ALONE
-from stoker_worker.queue.json_job import DELIVERY, raw
+from stoker_worker.queue.client import lua
+from stoker_worker.queue.json_job import raw
 from stoker_worker.queue.lease import Lease
 
 Outcome = Literal["requeued", "waits", "ended"]
-
-# A worker that lost its lease writes nothing: its jobs are the new holder's to put back. Nothing is written either
-# unless the id is still in the list of claimed ids or in the registry of started jobs. So the script may run twice, or
-# after somebody else finished, canceled or deleted the job, and changes nothing then. Every loss but the first counts
-# as a loss alone, because a quarantined job runs alone.
-_REQUEUE = (
-    DELIVERY
-    + """
-if redis.call('GET', KEYS[8]) ~= ARGV[6] then return 'ended' end
-local queue, claimed_ids, wip, job = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local job_id, member, execution_id, counts = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
-local claimed = redis.call('LREM', claimed_ids, 1, job_id)
-local started = member ~= '' and redis.call('ZSCORE', wip, member)
-local status = redis.pcall('HGET', job, 'status') -- an error, which is no status, if the key is no hash
-if claimed == 0 and not started then
-  return status == 'queued' and redis.call('LPOS', queue, job_id) and 'waits' or 'ended'
-end
-local runs = status == 'started' or status == 'queued'
-if started and status == 'queued' then -- its id was enqueued again while it ran
-  local named = ARGV[7] .. (redis.call('HGET', job, 'origin') or '')
-  local waits = redis.call('LPOS', named, job_id)
-  local ran = redis.call('HGET', KEYS[5], ARGV[8])
-  if waits and ran and ran ~= delivery(job) then
-    runs = false -- another delivery, which keeps its own place
-    redis.call('HDEL', job, ARGV[5], ARGV[10])
-  else
-    redis.call('LREM', named, 0, job_id)
-    redis.call('LREM', queue, 0, job_id)
-    redis.call('HSET', job, 'origin', ARGV[9])
-  end
-end
-local function count(field)
-  local before = string.match(redis.call('HGET', job, field) or '', '^%d+$') -- else anybody's: minus a million
-  local n = ((before and #before < 10 and tonumber(before)) or 0) + 1
-  redis.call('HSET', job, field, n)
-  return n
-end
-if runs and started and counts == '1' and (count(ARGV[5]) > 1 or ARGV[11] == '1') then count(ARGV[10]) end
-if started then
-  redis.call('ZREM', wip, member)
-  redis.call('DEL', KEYS[5])
-  redis.call('ZREM', KEYS[6], execution_id)
-  redis.call('SREM', KEYS[7], member)
-end
-if not runs then return 'ended' end
-redis.call('HSET', job, 'status', 'queued')
-redis.call('HDEL', job, 'worker_name')
-redis.call('LPUSH', queue, job_id)
-return 'requeued'
-"""
-)
 
 
 @dataclass(frozen=True)
@@ -93,7 +43,7 @@ class Requeue:
     def __init__(self, connection: Redis, lease: Lease) -> None:
         self._connection = connection
         self._lease = lease
-        self._script = connection.register_script(_REQUEUE)
+        self._script = connection.register_script(lua("delivery", "requeue"))
 
     def __call__(self, claim: Claim, *, counts_as_attempt: bool) -> Outcome:
         """

@@ -23,6 +23,7 @@ from rq.serializers import JSONSerializer
 from rq.utils import current_timestamp, now, utcformat
 
 from stoker_worker.periodic import Periodic
+from stoker_worker.queue.client import lua
 from stoker_worker.queue.json_job import JsonJob
 from stoker_worker.queue.lease import Lease
 from stoker_worker.queue.members import Members
@@ -31,25 +32,6 @@ from stoker_worker.queue.registration import NAME_PREFIX
 _LOCK_S: Final = 61  # as RQ's own
 _AT_ONCE: Final = 200
 _STEP_S: Final = 0.02  # then the thread's other work has its turn
-
-_ENQUEUE = """
-if redis.call('GET', KEYS[3]) ~= ARGV[1] or redis.call('GET', KEYS[4]) ~= ARGV[2] then return 0 end
-local taken = 0
-for i = 5, #KEYS do
-  local job, job_id = KEYS[i], ARGV[i]
-  local due = redis.call('ZREM', KEYS[1], job_id)
-  taken = taken + due
-  if due == 1 and redis.call('TYPE', job).ok == 'hash' then
-    local f = redis.call('HMGET', job, 'enqueue_at_front', 'enqueue_at_front_on_retry', 'ended_at', 'ttl')
-    local front = f[1] == '1' or (f[2] == '1' and f[3] and f[3] ~= '')
-    redis.call('HSET', job, 'status', 'queued', 'origin', ARGV[3], 'enqueued_at', ARGV[4])
-    local ttl = tonumber(f[4] or '')
-    if ttl and ttl > 0 then redis.call('EXPIRE', job, ttl) end
-    redis.call(front and 'LPUSH' or 'RPUSH', KEYS[2], job_id)
-  end
-end
-return taken
-"""
 
 
 class Scheduler:
@@ -63,7 +45,7 @@ class Scheduler:
         self._name = lease.worker_name  # under which the locks are held
         self._shown = RQScheduler(queues, connection, serializer=JSONSerializer, name=self._name)
         self._show = Periodic(_LOCK_S / 3)
-        self._enqueue = connection.register_script(_ENQUEUE)
+        self._enqueue = connection.register_script(lua("enqueue_due"))
 
     def enqueue_due(self) -> bool:
         """Enqueue due jobs, the oldest first, for a moment; returns whether more are due."""

@@ -46,10 +46,10 @@ from stoker_worker.placement.placement import Writes
 from stoker_worker.ports import Delivery, LastVersion
 from stoker_worker.queue.cascade import model_of
 from stoker_worker.queue.claimed_job import QueueParts, RqClaimedJob
+from stoker_worker.queue.client import lua
 from stoker_worker.queue.end import FOREIGN_ID, is_the_jobs
-from stoker_worker.queue.json_job import DELIVERY, JobRun, JsonJob, is_rqs, raw
+from stoker_worker.queue.json_job import JobRun, JsonJob, is_rqs, raw
 from stoker_worker.queue.lease import Lease
-from stoker_worker.queue.lease_scripts import HOLDS
 from stoker_worker.queue.registration import RqRegistration
 
 _TRIES: Final = 30
@@ -57,50 +57,6 @@ _WAITS: Final = (ScheduledJobRegistry, DeferredJobRegistry)
 _CANCELED: Final = (CanceledJobRegistry,)
 _REGISTRIES: Final = (*_WAITS, ReadyJobRegistry, FinishedJobRegistry, FailedJobRegistry, *_CANCELED)
 OVER: Final = {JobStatus.FINISHED, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED}
-
-# 1: this worker still has the claim. 2: the same, but a registry still holds the id from an earlier job. 0: it has not.
-# -1: it was withdrawn since it was read; or its batch is canceled, so this script canceled it; or its id was enqueued
-# while it waits in another registry; or another member runs this delivery. -2: it was enqueued anew since it was read.
-# -3: another member runs another delivery of its id.
-_MAY_START = (
-    HOLDS
-    + DELIVERY
-    + """
-local function is_in(registry, job_id) -- any producer can write a registry of another type, if there is none yet
-  return type(redis.pcall('ZSCORE', registry, job_id)) == 'string'
-end
-if not holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) then return 0 end
-local job, job_id, stamp = KEYS[4], ARGV[4], ARGV[5]
-if not redis.call('LPOS', KEYS[3], job_id) then return 0 end
-local status = redis.call('HGET', job, 'status')
-for i = 10, #ARGV do
-  if status == ARGV[i] then return -1 end
-end
-if redis.call('EXISTS', job) == 0 then return -1 end
-if status == 'scheduled' and is_in(KEYS[5], job_id) then return -1 end
-if status == 'deferred' and is_in(KEYS[6], job_id) then return -1 end
-if stamp ~= '' and stamp ~= delivery(job) then return -2 end
-if KEYS[9] ~= 'stoker:batch:' and type(redis.pcall('HGET', KEYS[9], 'canceled')) == 'string' then
-  redis.call('HSET', job, 'status', 'canceled')
-  redis.pcall('ZADD', KEYS[10], redis.call('TIME')[1], job_id)
-  if tonumber(ARGV[9]) > 0 then redis.pcall('EXPIRE', job, ARGV[9]) end
-  return -1
-end
-for _, id in ipairs(redis.call('ZRANGE', KEYS[7], 0, -1)) do
-  local run = redis.call('HMGET', ARGV[8] .. id, 'worker_name', ARGV[6])
-  if run[1] and run[1] ~= ARGV[7] then
-    for _, member in ipairs(redis.call('HVALS', KEYS[8])) do
-      if string.find(member, '"' .. run[1] .. '"', 1, true) then return run[2] == delivery(job) and -1 or -3 end
-    end
-  end
-end
-for i = 5, #KEYS do
-  if (i < 7 or i > 10) and is_in(KEYS[i], job_id) then return 2 end
-end
-return 1
-"""
-)
-
 
 log = logging.getLogger(__name__)
 
@@ -249,7 +205,7 @@ class StartTransaction:
         self._connection = connection
         self._registration = registration
         self._lease = lease
-        self._may_start_script = connection.register_script(_MAY_START)
+        self._may_start_script = connection.register_script(lua("holds", "delivery", "may_start"))
         self._registries = [key for name in registration.queue_names() for key in self._keys(name, _REGISTRIES)]
 
     def run(self, rq_job: JsonJob) -> Execution:

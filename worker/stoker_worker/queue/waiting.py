@@ -19,7 +19,6 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from heapq import merge
-from importlib.resources import files
 from itertools import chain, islice, takewhile, zip_longest
 from math import inf
 from typing import Any, Final, NamedTuple
@@ -33,10 +32,9 @@ from stoker_shared.request import Access
 from stoker_shared.wire import COUNTS_KEY, FIELD_AGENT, FIELD_ATTEMPTS, REQUEST_KWARG, TAKEN_KEY
 from stoker_worker.periodic import Periodic
 from stoker_worker.ports import UNUSED, Busy, MemoryUse
+from stoker_worker.queue.client import lua
 from stoker_worker.queue.json_job import raw, text
 
-_LOOK: Final = (files(__package__) / "look.lua").read_text(encoding="utf-8")
-_READ: Final = (files(__package__) / "read.lua").read_text(encoding="utf-8")
 _PAGE: Final = 250
 _MAX_IN_FRONT: Final = 1000  # with more new ids than that, the queue is read anew
 _KNOWN: Final = (0, 1, 3, 7, 15, 31, 63, 127)  # from either end: other members take most from there
@@ -399,8 +397,8 @@ class QueueView:
     def __init__(self, connection: Redis, queue_name: str) -> None:
         counts = COUNTS_KEY.format(queue=queue_name)
         self._look_keys = [Queue(queue_name, connection=connection).key, TAKEN_KEY.format(queue=queue_name), counts]
-        self._look_at = connection.register_script(_LOOK)
-        self._read_at = connection.register_script(_READ)
+        self._look_at = connection.register_script(lua("look"))
+        self._read_at = connection.register_script(lua("read"))
         self.waiting = FairQueue()
         self._known: dict[str, _Known] = {}  # of jobs that are expected to come into `waiting`
         self._may_start_over = Periodic(5.0)

@@ -1,14 +1,13 @@
 -- KEYS: queue, this member's claimed ids, its lease, members, taken ids, counts, the operator's suspension, then `held`
--- and then `last` of all of this worker's queues. ARGV: lease's value, member, RQ worker, queue, how many to claim at most; then for each id the
--- end from which it is looked for (walking past 50,000 others takes the server a millisecond), the id, and its use:
--- empty for a job without an agent, else `w` or `r`, `1` if this worker's patience with the job is over, else `0`, and
--- the agent.
+-- and then `last` of all of this worker's queues. ARGV: lease's value, member, RQ worker, queue, how many to claim at
+-- most; then for each id the end from which it is looked for (walking past 50,000 others takes the server a
+-- millisecond), the id, and its use: empty for a job without an agent, else `w` or `r`, `1` if this worker's patience
+-- with the job is over, else `0`, and the agent.
 --
--- An id is moved as a whole: after a crash it is always in the queue or among the claimed ids. For each id, until so many
--- are claimed, the reply has three words: the verdict, the worker that made its agent's newest version, and that
--- version's number.
--- `claimed`: it is ours. `held`, `stale`: as in `placement.lua`. `passed`: it is left to that worker for a while.
--- `gone`: it is not in the queue.
+-- An id is moved as a whole: after a crash it is always in the queue or among the claimed ids. For each id, until so
+-- many are claimed, the reply has three words: the verdict, the worker that made its agent's newest version, and that
+-- version's number. `claimed`: it is ours. `held`, `stale`: as in `placement.lua`. `passed`: it is left to that worker
+-- for a while. `gone`: it is not in the queue.
 if redis.call('GET', KEYS[3]) ~= ARGV[1] or redis.call('EXISTS', KEYS[7]) == 1 then return false end
 local member, queue, held, last = ARGV[2], ARGV[4], {}, {}
 local n_queues = (#KEYS - 7) / 2

@@ -1,0 +1,13 @@
+-- The values of some fields of a hash, which can have gigabytes: in place of each value that would make the reply
+-- longer than ARGV[1] bytes there is its length.
+local values, room = {}, tonumber(ARGV[1])
+for i = 2, #ARGV do
+  local length = redis.call('HSTRLEN', KEYS[1], ARGV[i])
+  if length > room then
+    values[i - 1] = length
+  else
+    values[i - 1] = redis.call('HGET', KEYS[1], ARGV[i])
+    room = room - length
+  end
+end
+return values

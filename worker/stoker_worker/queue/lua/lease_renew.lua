@@ -1,0 +1,24 @@
+-- After holds.lua. KEYS: as in lease_take.lua. ARGV, after those of `holds`: the member, its record, and what
+-- `SERVED_KEY` and, unless it is empty, `STORE_KEY` get. If another member has begun to serve one of the queues, while
+-- this one slept or after Redis had lost its data, this one is deposed: it may end none of its jobs any more. The
+-- reply: how often the lease was renewed; 0: another worker has it; or as in lease_take.lua if a queue is served by
+-- others.
+local first, share, kept = 5, ARGV[6], ARGV[7]
+for i = first, #KEYS, 2 do
+  local found = redis.call('GET', KEYS[i])
+  if found and found ~= share then
+    if (redis.call('GET', KEYS[1]) or ARGV[1]) == ARGV[1] then
+      redis.call('DEL', KEYS[1])
+      redis.call('INCRBY', KEYS[2], 1)
+    end
+    return {'served', found, redis.call('PTTL', KEYS[i]), (i - first) / 2}
+  end
+end
+if not holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[3])
+if not redis.call('HGET', KEYS[3], ARGV[4]) then redis.call('HSET', KEYS[3], ARGV[4], ARGV[5]) end
+for i = first, #KEYS, 2 do
+  redis.call('SET', KEYS[i], share, 'PX', ARGV[3])
+  if kept ~= '' and redis.call('GET', KEYS[i + 1]) ~= kept then redis.call('SET', KEYS[i + 1], kept) end
+end
+return redis.call('HINCRBY', KEYS[4], ARGV[4], 1)

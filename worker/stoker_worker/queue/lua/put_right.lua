@@ -1,0 +1,9 @@
+-- After holds.lua and delivery.lua. The job's hash shows it as running again, and its id is in no queue.
+if not holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) then return 0 end
+local job, job_id = KEYS[3], ARGV[5]
+if redis.call('EXISTS', KEYS[4]) == 0 or redis.call('HGET', job, 'status') ~= 'queued' then return 0 end
+if delivery(job) ~= ARGV[6] then return 0 end
+redis.call('HSET', job, 'status', 'started', 'origin', ARGV[7], 'worker_name', ARGV[8], 'started_at', ARGV[9])
+redis.call('PERSIST', job)
+for i = 5, #KEYS do redis.call('LREM', KEYS[i], 0, job_id) end
+return 1
