@@ -24,18 +24,8 @@ from stoker_shared.request import build_request
 
 _INPUTS = ("prompt", "message", "prompt_file", "messages_file")
 _OF_SCHEMAS = {
-    "type",
-    "properties",
-    "required",
-    "items",
-    "enum",
-    "const",
-    "allOf",
-    "anyOf",
-    "oneOf",
-    "not",
-    "if",
-    "$ref",
+    *("type", "properties", "required", "items", "enum", "const"),
+    *("allOf", "anyOf", "oneOf", "not", "if", "$ref"),
 }
 """Words of which a JSON Schema has at least one at its top, as a rule."""
 _FILES = ("json_file", "prompt_file", "messages_file", "tools_file", "schema_file", "guide_lark_file", "check_file")

@@ -1,19 +1,28 @@
-"""The check that an answer has to pass, as a job carries it, and its patterns. Pure; `checking` evaluates it.
+"""The check that an answer has to pass, as a job carries it, and its evaluation. Pure; both sides use it.
 
 Patterns are of Rust's dialect. Python's `re` may take for ever to find one; this takes time in proportion to the text
 and to the pattern, with its counted repetitions written out. Both hold up all threads meanwhile, so the pattern's
 length is bounded.
+
+A JSON Schema is somebody else's program. Reading it and applying it to one answer take a bounded time, and a `$ref`
+finds only what is in the schema or in jsonschema's own package. So no part of a schema may choose its dialect, as
+`$schema` does: jsonschema's classes have no such bounds.
 """
 
+import json
 import re
-from functools import lru_cache
-from typing import Annotated, Any, Final, Self
+import threading
+import time
+from collections.abc import Iterator
+from functools import cache, lru_cache
+from typing import Annotated, Any, Final, NamedTuple, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import SchemaError, SchemaValidator, core_schema
 
+from stoker_shared.errors import InvalidRequest
 from stoker_shared.message import as_tuple
-from stoker_shared.result import FinishReason
+from stoker_shared.result import Choice, FinishReason
 
 _Texts = Annotated[
     tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=64, fail_fast=True), BeforeValidator(as_tuple)
@@ -131,3 +140,197 @@ def _written_out(regex: str) -> int:
         elif token[0] not in "*+?|^$":
             length, last = length + 1, 1
     return length + sum(outer)
+
+
+_REASON_CHARACTERS: Final = 200
+
+
+def rejection(check: Check, answer: Choice) -> str | None:
+    """Why the check rejects the answer, in one line that begins with the condition; ``None``: it is accepted."""
+    reason = _first_fault(check, answer)
+    # The answer's JSON may name half of a character, which no text can hold.
+    return None if reason is None else reason[:_REASON_CHARACTERS].encode(errors="replace").decode()
+
+
+def make_ready(check: Check) -> None:
+    """
+    Raises:
+        InvalidRequest: its schema is none, has a pattern or a reference that cannot be used, or takes too long to read;
+            or the package that reads schemas is missing.
+    """
+    if check.json_schema is not None:
+        _validator(_as_text(check.json_schema))
+
+
+def _first_fault(check: Check, answer: Choice) -> str | None:
+    text = answer.content
+    if check.finish_reason and answer.finish_reason not in check.finish_reason:
+        return f"finish_reason: {answer.finish_reason}"
+    if (missing := next((part for part in check.contains if part not in text), None)) is not None:
+        return f"contains: {missing!r} is missing"
+    if (found := next((part for part in check.forbids if part in text), None)) is not None:
+        return f"forbids: {found!r} is there"
+    if check.regex is not None and not is_found(check.regex, text):
+        return "regex: not found"
+    if check.min_mean_logprob is not None:
+        tokens = answer.logprobs.content if answer.logprobs is not None else []
+        mean = sum(token.logprob for token in tokens) / len(tokens) if tokens else float("-inf")
+        if mean < check.min_mean_logprob:
+            return f"min_mean_logprob: {mean:.3f}"
+    fault = _schema_fault(check.json_schema, text) if check.json_schema is not None else None
+    return None if fault is None else f"json_schema: {fault}"
+
+
+_MOST_S: Final = 3.0
+"""Seconds of processor time, for reading a schema and for applying it to one answer."""
+
+_time = threading.local()
+
+
+class _TooMuch(Exception):
+    """The work on a schema is over its bound."""
+
+
+def _schema_fault(schema: dict[str, Any], text: str) -> str | None:
+    """The first fault of an answer, with the keyword and the place; ``None`` if it is valid.
+
+    Raises:
+        InvalidRequest: as `make_ready`.
+    """
+    validator = _validator(_as_text(schema))
+    try:
+        value = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return "the answer is not JSON"
+    try:
+        error = _first_error(validator, value)
+    except Exception as raised:  # whatever a schema does, it does to one answer
+        return f"the schema cannot be applied ({type(raised).__name__.lstrip('_')})"
+    return None if error is None else f"{error.validator!r} at {error.json_path}"
+
+
+class _Dialect(NamedTuple):
+    """`of_answers`: a class of validators. `of_schemas`: the validator that says what is a schema."""
+
+    of_answers: Any
+    of_schemas: Any
+
+
+@cache
+def _dialect() -> _Dialect:
+    try:
+        from jsonschema import Draft202012Validator, FormatChecker
+        from jsonschema.validators import extend
+    except ImportError:
+        raise InvalidRequest("check.json_schema: the package jsonschema is not installed here") from None
+    ours = extend(Draft202012Validator, {"pattern": _pattern, "uniqueItems": _unique_items})
+    descend = ours.descend
+
+    def descend_in_time(self: Any, *args: Any, **options: Any) -> Any:
+        _look_at_the_clock()
+        return descend(self, *args, **options)
+
+    def evolve(self: Any, **changes: Any) -> Any:
+        _look_at_the_clock()
+        return ours(
+            changes.get("schema", self.schema),
+            format_checker=self.format_checker,
+            registry=self._registry,
+            _resolver=changes.get("_resolver", self._resolver),
+        )
+
+    ours.descend, ours.evolve = descend_in_time, evolve
+    formats = FormatChecker(formats=())
+    formats.checks("regex", raises=NoPattern)(_is_pattern)
+    return _Dialect(ours, ours(Draft202012Validator.META_SCHEMA, format_checker=formats))
+
+
+def _look_at_the_clock() -> None:
+    if time.thread_time() > _time.until:
+        raise _TooMuch
+
+
+def _first_error(validator: Any, value: Any) -> Any:
+    _time.until = time.thread_time() + _MOST_S
+    return next(validator.iter_errors(value), None)
+
+
+@lru_cache(maxsize=8)  # each may take 30 MB
+def _validator(schema_text: str) -> Any:
+    dialect, schema = _dialect(), json.loads(schema_text)
+    from referencing import Registry
+    from referencing.jsonschema import DRAFT202012
+
+    try:
+        _require_supported(schema)
+        if (error := _first_error(dialect.of_schemas, schema)) is not None:
+            raise InvalidRequest(f"check.json_schema: at {error.json_path}: {error.message[:_REASON_CHARACTERS]}")
+        validator = dialect.of_answers(schema, registry=Registry())
+        _require_references(DRAFT202012.create_resource(schema), validator._resolver)
+    except RecursionError:
+        raise InvalidRequest("check.json_schema: it is nested too deeply") from None
+    except _TooMuch:
+        raise InvalidRequest("check.json_schema: it is too large") from None
+    return validator
+
+
+def _require_supported(schema: Any) -> None:
+    """
+    Raises:
+        InvalidRequest: it has `patternProperties`, which jsonschema looks up with Python's `re` in several places.
+    """
+    if isinstance(schema, dict) and isinstance(schema.get("patternProperties"), dict):
+        raise InvalidRequest("check.json_schema: 'patternProperties' is not supported; see 'propertyNames'")
+    for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        _require_supported(part)
+
+
+def _require_references(schema: Any, resolver: Any) -> None:
+    from referencing.exceptions import Unresolvable
+
+    _look_at_the_clock()
+    if isinstance(schema.contents, dict) and (ref := schema.contents.get("$ref")) is not None:
+        try:
+            resolver.lookup(ref)
+        except Unresolvable:
+            raise InvalidRequest(f"check.json_schema: the schema does not have what $ref {ref!r} names") from None
+    for part in schema.subresources():
+        _require_references(part, resolver.in_subresource(part))
+
+
+def _pattern(validator: Any, regex: str, instance: Any, schema: Any) -> Iterator[Any]:
+    from jsonschema import ValidationError as Fault
+
+    if validator.is_type(instance, "string") and not is_found(regex, instance):
+        yield Fault("pattern")
+
+
+def _unique_items(validator: Any, wanted: bool, instance: Any, schema: Any) -> Iterator[Any]:
+    """jsonschema compares each item with each other one."""
+    from jsonschema import ValidationError as Fault
+
+    if wanted and validator.is_type(instance, "array") and len(set(map(_key, instance))) < len(instance):
+        yield Fault("uniqueItems")
+
+
+def _key(value: Any) -> Any:
+    """The same for JSON values that are equal, and only for these."""
+    if isinstance(value, list):
+        return "array", tuple(map(_key, value))
+    if isinstance(value, dict):
+        return "object", frozenset((name, _key(item)) for name, item in value.items())
+    return isinstance(value, bool), value  # for Python, 1 and true are equal
+
+
+def _is_pattern(regex: object) -> bool:
+    if isinstance(regex, str):
+        require_pattern(regex)
+    return True
+
+
+def _as_text(schema: dict[str, Any]) -> str:
+    return json.dumps(schema, sort_keys=True)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from stoker_shared.agents import AgentRequest
-from stoker_shared.checking import make_ready
+from stoker_shared.check import make_ready
 from stoker_shared.errors import (
     AgentTranscriptUnreadable,
     ModelMismatch,

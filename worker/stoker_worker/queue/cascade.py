@@ -19,7 +19,7 @@ from rq.registry import StartedJobRegistry
 from rq.utils import utcformat
 
 from stoker_shared.agents import AgentRequest
-from stoker_shared.checking import rejection
+from stoker_shared.check import rejection
 from stoker_shared.errors import BlockPoolTooSmall, ContextLimitExceeded, OwnershipLost
 from stoker_shared.job_data import read_json
 from stoker_shared.request import GenerationRequest

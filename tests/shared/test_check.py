@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker_shared import checking
-from stoker_shared.check import Check
-from stoker_shared.checking import make_ready, rejection
+from stoker_shared import check as check_module
+from stoker_shared.check import Check, make_ready, rejection
 from stoker_shared.errors import InvalidRequest
 from stoker_shared.request import build_request
 from stoker_shared.result import Attempt, Choice, Logprobs, TokenLogprob
@@ -102,7 +101,7 @@ EVIL = "^(a+)+$"  # Python's `re` tries 2 to the 40 ways
 def test_no_check_hangs(check, reason, monkeypatch):
     check, text = Check(**check), "a" * 40 + "!"
     make_ready(check)
-    monkeypatch.setattr(checking, "_MOST_S", 0.2)
+    monkeypatch.setattr(check_module, "_MOST_S", 0.2)
     assert rejection(check, said(json.dumps(text) if check.json_schema else text)).startswith(reason)
 
 
@@ -134,13 +133,13 @@ CHAIN = {f"d{n}": {"dependentSchemas": {name: {"$ref": f"#/$defs/d{n + 1}"} for 
 def test_no_schema_hangs(schema, answer, reason, monkeypatch):
     check = Check(json_schema=schema)
     make_ready(check)
-    monkeypatch.setattr(checking, "_MOST_S", 0.2)
+    monkeypatch.setattr(check_module, "_MOST_S", 0.2)
     found = rejection(check, said(json.dumps(answer)))
     assert found is reason is None or str(reason) in str(found)
 
 
 def test_a_schema_that_is_too_large_is_refused_and_holds_nobody_up(monkeypatch):
-    monkeypatch.setattr(checking, "_MOST_S", 0.2)
+    monkeypatch.setattr(check_module, "_MOST_S", 0.2)
     with pytest.raises(InvalidRequest, match="too large"):
         make_ready(Check(json_schema={"properties": {f"p{n}": {"type": "string"} for n in range(5000)}}))
 
