@@ -33,7 +33,6 @@ from rq import Queue
 from rq.job import Job as RqJob
 from rq.registry import CanceledJobRegistry, FailedJobRegistry
 from rq.serializers import JSONSerializer
-from stoker_worker.queue.own_store import OwnStore
 from tests.placement_model import rule
 from tests.placement_model.explore import history_of
 from tests.placement_model.invariants import ENDED, Broken, Invariants, require
@@ -57,6 +56,7 @@ from stoker_worker.pipeline.worker import Worker
 from stoker_worker.process_identity import ProcessIdentity
 from stoker_worker.queue.claimed_job import RqClaimedJob
 from stoker_worker.queue.connect import open_queue
+from stoker_worker.queue.lease import OwnStore
 from stoker_worker.queue.registration import RqRegistration
 from stoker_worker.queue.rq_queue import RqQueue
 from stoker_worker.settings import read_settings
