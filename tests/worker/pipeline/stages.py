@@ -14,7 +14,7 @@ from stoker_worker.pipeline.finisher import Finisher
 from stoker_worker.pipeline.job import Finished, Job, Outcome
 from stoker_worker.pipeline.loader import Loader
 from stoker_worker.pipeline.prompt import Prompt
-from stoker_worker.ports import AgentVersion, Busy, ClaimedJob, CompletedGeneration, LoadedModel
+from stoker_worker.ports import AgentVersion, Busy, ClaimedJob, CompletedGeneration, LoadedModel, TextSoFar
 
 MODEL = ScriptedProvider(max_batch=4, steps_per_s=1000).load()[1]
 TIMEOUT_S = 30
@@ -70,12 +70,16 @@ class NotedEngine(EngineThread):
         super().__init__(ScriptedProvider(max_batch=4, steps_per_s=1000), loaded_model(), finisher)
         self.jobs: Queue[Job] = Queue()
         self.busy: Iterator[bool] = iter(())
+        self.generated: dict[int, TextSoFar] = {}
 
     def put(self, job: Job) -> None:
         self.jobs.put(job)
 
     def is_busy(self) -> bool:
         return next(self.busy, False)
+
+    def texts(self, claim_numbers: frozenset[int]) -> dict[int, TextSoFar]:
+        return self.generated
 
     def next(self) -> Job:
         return self.jobs.get(timeout=TIMEOUT_S)

@@ -173,7 +173,7 @@ def test_a_withdrawn_or_late_job_is_cancelled_and_streamed_texts_are_published()
     queue.listen("fine")
     fetcher = fetcher_of(queue, loader, max_in_flight=4, poll_s=0.01)
     jobs = {job.job_id: job for job in (loader.jobs.get(timeout=TIMEOUT_S) for _ in range(4))}
-    loader.engine._texts = {jobs["fine"].claimed.claim_number: TextSoFar("so far", Markers())}
+    loader.engine.generated = {jobs["fine"].claimed.claim_number: TextSoFar("so far", Markers())}
     queue.cancel("canceled")
     queue.ask_to_stop("stopped")
     wait_for(lambda: all(jobs[name].cancel.reason for name in ("canceled", "stopped", "late")))
