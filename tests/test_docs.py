@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from stoker_worker.cli.main import import_model, run
+from stoker_worker.cli.main import import_model
 from stoker_worker.cli.memory_commands import memory
 from stoker_worker.models.gguf import FILE_TYPES
-from stoker_worker.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = sorted(ROOT.glob("docs/adr/0*.md"))
@@ -90,12 +89,6 @@ def private_names(tree: ast.AST) -> set[str]:
         and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", "os"))
     }
     return imported | attributes
-
-
-def test_every_option_of_the_worker_is_a_setting_too_as_the_page_promises():
-    promise = "Each setting is an option of `stoker-worker run`, a variable, and a name in a TOML file"
-    assert promise in (ROOT / "docs" / "running.md").read_text()
-    assert {option.name for option in run.params} <= set(WorkerSettings.model_fields)
 
 
 def test_the_page_and_the_help_name_every_type_of_file_that_is_imported():

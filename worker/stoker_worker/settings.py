@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import unquote, urlsplit
@@ -9,7 +10,13 @@ from urllib.parse import unquote, urlsplit
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
-from stoker_shared.environment import ENV_PREFIX, read_settings_file, require_known_variables, settings_file
+from stoker_shared.environment import (
+    ENV_PREFIX,
+    USUAL_PLACE,
+    read_settings_file,
+    require_known_variables,
+    settings_file,
+)
 from stoker_shared.text import mask_url, seconds_of
 from stoker_shared.wire import DEFAULT_QUEUE
 from stoker_worker.ports.cache_spec import StoreDtype
@@ -19,58 +26,172 @@ EMBEDDED = "embedded"
 """The `redis_url` of a server of the worker's own."""
 
 
+@dataclass(frozen=True)
+class Option:
+    """How a setting is an option of `stoker-worker run`; `cli/run_options.py` makes it.
+
+    Attributes:
+        heading: in the help.
+        names: where they are not made of the field's name.
+        is_repeatable: its values are joined with commas.
+    """
+
+    heading: str
+    help: str
+    names: tuple[str, ...] = ()
+    metavar: str | None = None
+    is_repeatable: bool = False
+
+
+_serving = partial(Option, "Model and queue")
+_memory = partial(Option, "Agent memory")
+_batch = partial(Option, "Batch")
+_life = partial(Option, "Starting and stopping")
+_watching = partial(Option, "Log, metrics and health")
+_testing = partial(Option, "Without a model")
+
+
+def _int_or_none(value: Any) -> int | None:
+    return None if value is None else int(value)
+
+
 class WorkerSettings(BaseSettings):
-    """Sizes in bytes, times in seconds. Each field is also ``STOKER_<NAME>`` in the environment."""
+    """Sizes in bytes, times in seconds. Each field is also ``STOKER_<NAME>`` in the environment and a name in the file.
+
+    One with a help is also an option of `run`; a text in brackets at the end of the help is the default.
+    """
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
 
-    config: Path | None = None
-    redis_url: str = "redis://127.0.0.1:6379"
-    redis_port: Annotated[int, Field(ge=1, le=65535)] | None = None
-    store: Path = Path("~/.stoker")
-    queues: str = DEFAULT_QUEUE
-    model: str | None = None
-    adapter: Path | None = None
-    chat_template: Path | None = None
-    trust_remote_code: bool = False
-    defaults: str = ""
-    engine: Literal["mlx", "scripted"] = "mlx"
-    dtype: Literal["auto", "native", "float32"] = "auto"
-    skip_proof: bool = False
-    max_batch: Annotated[int, Field(ge=1, le=256)] | None = None
-    draft_ngram: bool = False
-    share_prefixes: bool = True
-    store_dtype: StoreDtype = "native"
-    store_max_bytes: Annotated[int, Field(gt=0)] | None = None
-    memory_max_bytes: Annotated[int, Field(ge=0)] | None = None
-    keep_versions: Annotated[int, Field(ge=1)] = 16
-    agent_ttl: str | None = None
-    shared_store: str | None = None
-    shared_store_max_bps: Annotated[int, Field(gt=0)] | None = None
-    kv_max_bytes: Annotated[int, Field(gt=0)] | None = None
-    kv_bits: Annotated[Literal[8], BeforeValidator(int)] | None = None
-    wired_memory: bool = False
-    max_step_s: Annotated[float, Field(gt=0)] = 0.5
-    prefill_step_tokens: Annotated[int, Field(ge=1)] | None = None
-    scripted_steps_per_s: Annotated[float, Field(gt=0)] = 200.0
+    model: Annotated[str | None, _serving("Hugging Face repo id or mlx-lm folder.")] = None
+    adapter: Annotated[Path | None, _serving("LoRA or DoRA adapter of mlx-lm: a folder.  [none]")] = None
+    chat_template: Annotated[Path | None, _serving("Jinja file instead of the model's template.  [the model's]")] = None
+    defaults: Annotated[
+        str,
+        _serving(
+            "Sampling of jobs that do not set it, such as temperature=0.7; repeatable.",
+            names=("--default",),
+            metavar="KEY=VALUE",
+            is_repeatable=True,
+        ),
+    ] = ""
+    trust_remote_code: Annotated[bool, _serving("Run Python code that is in the model's folder.")] = False
+    redis_url: Annotated[
+        str,
+        _serving(
+            "URL, file:///PATH of a file with it, or `embedded` for an own server.  [redis://127.0.0.1:6379]",
+            names=("--redis",),
+            metavar="URL",
+        ),
+    ] = "redis://127.0.0.1:6379"
+    redis_port: Annotated[
+        int | None,
+        Field(ge=1, le=65535),
+        _serving("Port of the embedded server.  [that of the last time, or 6379, if it is free]"),
+    ] = None
+    queues: Annotated[str, _serving("Comma-separated, highest priority first.  [generate]")] = DEFAULT_QUEUE
+    dtype: Annotated[Literal["auto", "native", "float32"], _serving("auto: float32 on a CPU.  [auto]")] = "auto"
+    skip_proof: Annotated[bool, _serving("Do not try the model in a batch before serving it.")] = False
+
+    store: Annotated[Path, _memory("Folder of the agents' memory.  [~/.stoker]")] = Path("~/.stoker")
+    store_dtype: Annotated[StoreDtype, _memory("Cache blocks on disk.  [native]")] = "native"
+    store_max_bytes: Annotated[
+        int | None, Field(ge=1), _memory("Disk space for the store.  [80 % of its own and the free space]")
+    ] = None
+    memory_max_bytes: Annotated[
+        int | None, Field(ge=0), _memory("RAM for caches of recent agents; 0: none.  [1/16 of all]")
+    ] = None
+    keep_versions: Annotated[int, Field(ge=1), _memory("Versions of an agent that a rollback can return to.  [16]")] = (
+        16
+    )
+    agent_ttl: Annotated[
+        str | None, _memory("Remove agents unused for so long: 30d, 12h, 90m, seconds.  [never]", metavar="DURATION")
+    ] = None
+    shared_store: Annotated[
+        str | None,
+        _memory(
+            "Bucket or folder in which several workers keep agents: s3://bucket/prefix, file:///mnt/shared.  [none]",
+            metavar="URL",
+        ),
+    ] = None
+    shared_store_max_bps: Annotated[
+        int | None, Field(ge=1), _memory("Bytes of cache per second written there.  [no limit]")
+    ] = None
+    share_prefixes: Annotated[
+        bool, _memory("Use cached prefixes across agents.  [share]", names=("--share-prefixes/--no-share-prefixes",))
+    ] = True
+
+    max_batch: Annotated[
+        int | None, Field(ge=1, le=256), _batch("Most jobs in flight at once.  [32, or what the KV memory holds]")
+    ] = None
+    kv_max_bytes: Annotated[int | None, Field(ge=1), _batch("KV memory of the batch.  [from the device]")] = None
+    kv_bits: Annotated[
+        Literal[8] | None,
+        BeforeValidator(_int_or_none),
+        _batch("Keep keys and values in 8 bits.  [the model's own precision]"),
+    ] = None
+    wired_memory: Annotated[
+        bool, _batch("Let macOS keep the GPU's memory resident; Macs have crashed with it (docs/operations.md).")
+    ] = False
+    max_step_s: Annotated[
+        float, Field(gt=0), _batch("Seconds of prefill in a step; twice that while a batch fills up.  [0.5]")
+    ] = 0.5
+    prefill_step_tokens: Annotated[
+        int | None,
+        Field(ge=1),
+        _batch("Prompt tokens of a sequence between two decode steps, at most.  [from the model and the device]"),
+    ] = None
+    draft_ngram: Annotated[bool, _batch("Narrow batches: guess answers that repeat their context.")] = False
+
+    config: Annotated[
+        Path | None,
+        _life(f"TOML file with settings; '' for none.  [{USUAL_PLACE}, if it exists]", metavar="FILE"),
+    ] = None
+    name: Annotated[
+        str | None,
+        Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"),
+        _life("The worker's name among those of its queues, as it stays.  [that of the store]", metavar="NAME"),
+    ] = None
+    grace_s: Annotated[float, Field(ge=0), _life("Seconds a stop waits for running jobs.  [60]")] = 60.0
+    ignore_shutdown_command: Annotated[
+        bool, _life("Ignore RQ's shutdown command, which every client of Redis with the right to publish can send.")
+    ] = False
+    burst: Annotated[bool, _life("Leave when the queues are empty.")] = False
+    max_jobs: Annotated[int | None, Field(ge=1), _life("Leave after so many jobs.  [no limit]")] = None
+    max_idle_s: Annotated[float | None, Field(gt=0), _life("Leave after so many seconds without a job.  [never]")] = (
+        None
+    )
+    standby: Annotated[bool, _life("Wait while another worker has the name, queue or store; then run.")] = False
+    new_store: Annotated[
+        bool,
+        _life("Serve a queue whose agents' conversations are in another store; `append` then begins new ones."),
+    ] = False
+    patience_s: Annotated[
+        float,
+        Field(ge=0),
+        _life("With a shared store: how long an agent's jobs are left to the worker that has its cache.  [10]"),
+    ] = 10.0
     heartbeat_s: Annotated[float, Field(gt=0)] = 1.0
     lease_ttl_s: Annotated[float, Field(gt=0)] = 4.0
     poll_s: Annotated[float, Field(gt=0)] = 0.05
     recover_s: Annotated[float, Field(gt=0)] = 5.0
-    patience_s: Annotated[float, Field(ge=0)] = 10.0
-    ignore_shutdown_command: bool = False
-    metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    stuck_after_s: Annotated[float, Field(gt=0)] = 120.0
-    grace_s: Annotated[float, Field(ge=0)] = 60.0
-    burst: bool = False
-    max_jobs: Annotated[int, Field(ge=1)] | None = None
-    max_idle_s: Annotated[float, Field(gt=0)] | None = None
-    standby: bool = False
-    new_store: bool = False
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] | None = None
-    log_format: Literal["text", "json"] = "text"
-    quiet: bool = False
-    verbose: bool = False
+
+    log_format: Annotated[Literal["text", "json"], _watching("json: an object on each line.  [text]")] = "text"
+    quiet: Annotated[bool, _watching("Log warnings and errors only.", names=("-q", "--quiet"))] = False
+    verbose: Annotated[bool, _watching("Log more.", names=("-v", "--verbose"))] = False
+    metrics_port: Annotated[
+        int | None,
+        Field(ge=0, le=65535),
+        _watching("Loopback port of /metrics, /healthz and /readyz; 0: any.  [none]"),
+    ] = None
+    stuck_after_s: Annotated[
+        float, Field(gt=0), _watching("A longer step of the engine makes the worker not ready.  [120]")
+    ] = 120.0
+
+    engine: Annotated[
+        Literal["mlx", "scripted"], _testing("scripted: deterministic, no model; --model names it.  [mlx]")
+    ] = "mlx"
+    scripted_steps_per_s: Annotated[float, Field(gt=0), _testing("Speed of the scripted engine.  [200]")] = 200.0
 
     @field_validator("queues")
     @classmethod

@@ -1,24 +1,23 @@
 """`stoker-worker config`: prints the settings in force and where each comes from. Only command-line texts."""
 
 import json
+import re
 from typing import Any
 
 import click
 
-from stoker_shared.help_layout import LaidOutCommand, examples, options_under
+from stoker_shared.help_layout import examples, options_under
 from stoker_worker.cli.ending import errors_in_one_line
-from stoker_worker.cli.run_options import default_as_read, run_options
-from stoker_worker.cli.run_settings import settings_of
+from stoker_worker.cli.run_options import SettingsCommand, settings_of
 
 
 @click.command(
-    cls=LaidOutCommand,
+    cls=SettingsCommand,
     epilog=examples(
         "stoker-worker config",
         "stoker-worker config --config worker.toml --max-batch 8    # as `run` would start with them",
     ),
 )
-@run_options
 @options_under("Output")("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def config(context: click.Context, /, as_json: bool, **options: Any) -> None:
@@ -29,7 +28,7 @@ def config(context: click.Context, /, as_json: bool, **options: Any) -> None:
     if as_json:
         click.echo(json.dumps({name: {"value": values[name], "from": found.origins[name]} for name in values}))
         return
-    defaults = {option.name: default_as_read(option) for option in context.command.params}
+    defaults = {option.name: _default_as_read(option) for option in context.command.get_params(context)}
     rows = [
         (name, defaults.get(name, "") or "-" if value in {None, ""} else str(value), found.origins[name])
         for name, value in values.items()
@@ -41,3 +40,9 @@ def config(context: click.Context, /, as_json: bool, **options: Any) -> None:
 
 def _as_text(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def _default_as_read(option: click.Parameter) -> str:
+    """The default as the option's help has it; empty if it has none."""
+    found = re.search(r"\[([^]]*)\]$", getattr(option, "help", None) or "")
+    return found[1] if found else ""

@@ -15,7 +15,7 @@ from stoker_shared.durable_file import replace_file
 from stoker_shared.help_layout import LaidOutCommand, examples, options_under
 from stoker_shared.text import printable
 from stoker_worker.cli.ending import cleaned_up_when_terminated, errors_in_one_line
-from stoker_worker.cli.run_settings import settings_of
+from stoker_worker.cli.run_options import settings_of
 
 if TYPE_CHECKING:
     from stoker_worker.doctor import Finding

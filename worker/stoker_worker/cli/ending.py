@@ -11,7 +11,7 @@ import click
 
 from stoker_shared.errors import StokerError
 from stoker_shared.text import printable
-from stoker_worker.cli.journal import is_journal, prefixed
+from stoker_worker.cli.log_lines import is_journal, prefixed
 
 _MISSING = "the worker's packages are missing ({}); install them with: pip install 'stoker[worker]'"
 

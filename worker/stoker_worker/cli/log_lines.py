@@ -2,19 +2,21 @@
 
 import json
 import logging
+import os
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 from stoker_shared.text import printable
-from stoker_worker.cli.journal import is_journal, prefixed
 from stoker_worker.events import FIELDS
-from stoker_worker.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from stoker_worker.settings import WorkerSettings
 
 CHATTY = ("rq", "stoker_worker.rq", "httpx", "transformers")
 
 
-def configure_logging(settings: WorkerSettings) -> None:
+def configure_logging(settings: "WorkerSettings") -> None:
     handler = logging.StreamHandler(sys.stderr)
     is_json = settings.log_format == "json"
     text_line = _JournalLine if is_journal() else _TextLine
@@ -57,3 +59,21 @@ class _JsonLine(logging.Formatter):
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
+
+
+_PRIORITIES: Final = {logging.CRITICAL: 2, logging.ERROR: 3, logging.WARNING: 4, logging.INFO: 6, logging.DEBUG: 7}
+
+
+def is_journal() -> bool:
+    """Whether stderr is the stream to the journal that systemd gave this process."""
+    try:
+        opened = os.fstat(sys.stderr.fileno())
+    except (OSError, ValueError, AttributeError):  # closed, or no file
+        return False
+    return os.environ.get("JOURNAL_STREAM") == f"{opened.st_dev}:{opened.st_ino}"
+
+
+def prefixed(text: str, level: int) -> str:
+    """The text with the priority before each of its lines: the journal makes an entry of each."""
+    priority = next((_PRIORITIES[known] for known in sorted(_PRIORITIES, reverse=True) if level >= known), 7)
+    return "\n".join(f"<{priority}>{line}" for line in text.split("\n"))

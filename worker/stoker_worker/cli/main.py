@@ -17,8 +17,7 @@ from stoker_worker.cli.config_command import config
 from stoker_worker.cli.doctor_command import doctor
 from stoker_worker.cli.ending import errors_in_one_line, late_signals_ignored
 from stoker_worker.cli.memory_commands import memory
-from stoker_worker.cli.run_options import run_options
-from stoker_worker.cli.run_settings import settings_from
+from stoker_worker.cli.run_options import SettingsCommand, settings_from
 from stoker_worker.cli.service_command import service
 
 if TYPE_CHECKING:
@@ -61,15 +60,15 @@ main.add_command(service)
 
 
 @main.command(
+    cls=SettingsCommand,
     epilog=examples(
         "stoker-worker run --model mlx-community/Qwen3-4B-4bit --redis embedded",
         "stoker-worker run --model ~/models/mine --queues urgent,generate --standby",
         "stoker-worker run --engine scripted --redis embedded    # for tests of your own service",
         f"{ENV_PREFIX}MAX_BATCH=8 stoker-worker run --model ~/models/mine    # each option is also a variable",
         "stoker-worker run --config worker.toml --max-idle-s 600    # and a name in the file: max_batch = 8",
-    )
+    ),
 )
-@run_options
 def run(**options: Any) -> None:
     """Run the worker until it is told to stop (SIGTERM or Ctrl-C: drain; twice: at once)."""
     with errors_in_one_line(), late_signals_ignored():

@@ -8,7 +8,7 @@ import click
 
 from stoker_shared.help_layout import LaidOutGroup, examples
 from stoker_worker.cli.ending import errors_in_one_line
-from stoker_worker.cli.run_settings import settings_from
+from stoker_worker.cli.run_options import settings_from
 
 if TYPE_CHECKING:
     from stoker_worker.service import ServiceManager
