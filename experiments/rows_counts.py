@@ -57,7 +57,7 @@ class Counts:
         from mlx_lm.models.cache import BatchKVCache
 
         from stoker_worker.engine.rows.groups import RowGroup
-        from stoker_worker.engine.rows.prefill_rows import PrefillRows
+        from stoker_worker.engine.rows.rows_generator import PrefillRows
 
         def of_batch(cache: Any) -> list[Any]:
             return [cache.keys, cache.values]

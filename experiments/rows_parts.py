@@ -117,8 +117,7 @@ def _watched_methods() -> list[tuple[Any, str, str, Callable[..., Any]]]:
     from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch
 
     from stoker_worker.engine.rows.decode_batch import DecodeBatch
-    from stoker_worker.engine.rows.prefill_rows import PrefillRows
-    from stoker_worker.engine.rows.rows_generator import RowsGenerator
+    from stoker_worker.engine.rows.rows_generator import PrefillRows, RowsGenerator
 
     def caches(_: Any, batch: Any, *__: Any) -> Any:
         return [x for cache in batch.prompt_cache for x in (cache.keys, cache.values) if x is not None]

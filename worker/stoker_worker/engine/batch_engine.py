@@ -38,41 +38,8 @@ from stoker_worker.ports import (
     GenerationWork,
     LoadedModel,
     SequenceProgress,
-    TokenizerPort,
 )
 from stoker_worker.ports.model import Batching
-
-
-class SequenceMaker:
-    def __init__(self, model: Any, loaded: LoadedModel, tokenizer: TokenizerPort) -> None:
-        self._model = model
-        self._loaded = loaded
-        self._tokenizer = tokenizer
-
-    def make(self, uid: int, work: GenerationWork) -> Sequence:
-        """
-        Raises:
-            InvalidRequest: the request names a token id that the model does not have.
-            ValueError: the restored prefix is not one of this model, or its memory is still in use.
-        """
-        request, prefix = work.request, work.prefix
-        if names_token_ids(request):
-            check_token_ids(request, self._vocabulary)
-        work = replace(work, prefix=None, save_from=work.save_from if self._loaded.has_memory else None)
-        stops = StopScanner(self._tokenizer, request.stop, min_tokens=request.min_tokens) if request.stop else None
-        end_ids = EndIds.of(request, self._tokenizer.eos_ids)
-        sampling = SequenceSampling(request, n_prompt=len(work.prompt_ids), end_ids=end_ids.all)
-        scorer = PromptScorer.of(work, self._tokenizer)
-        sequence = Sequence(uid, work, sampling, stops, end_ids, scorer=scorer)
-        if prefix is not None:
-            sequence.take_prefix(prefix, prefix_to_caches(self._model, prefix, self._loaded.spec))
-        return sequence
-
-    @cached_property
-    def _vocabulary(self) -> int:
-        """Token ids that the model has logits for. Nothing is computed: only the shape is read."""
-        return int(self._model(mx.array([[0]])).shape[-1])
-
 
 _MOST_BREAKS: Final = 2
 """After so many steps that broke while a sequence ran alone, the sequence is failed."""
@@ -103,9 +70,10 @@ class BlockPoolBatchEngine(GenerationEnginePort):
             max_batch, max_prefilling: most sequences in the batch, and of those in prefill.
             shares_beginnings: whether prompts that begin alike are prefilled once.
         """
+        self._model = model
+        self._loaded = loaded
         self._spec = loaded.spec
         self._tokenizer = loaded.tokenizer.fork()
-        self._sequences = SequenceMaker(model, loaded, self._tokenizer)
         self._make_generator = make_generator
         self._generator = make_generator()
         self._pool = self.kv = pool
@@ -139,10 +107,33 @@ class BlockPoolBatchEngine(GenerationEnginePort):
                 f"Cannot allocate {n_blocks} blocks: prompt + max_tokens is {n_tokens} tokens; this worker's KV memory "
                 f"holds {self._kv_cost.longest_sequence(self._pool.total)} (--kv-max-bytes)"
             )
-        sequence = self._sequences.make(self._next_uid, work)  # a fault in its prefix must end no other sequence
+        sequence = self._make_sequence(self._next_uid, work)  # a fault in its prefix must end no other sequence
         self._next_uid += 1
         self._scheduler.waiting.add(sequence)
         return sequence.uid
+
+    def _make_sequence(self, uid: int, work: GenerationWork) -> Sequence:
+        """
+        Raises:
+            InvalidRequest: the request names a token id that the model does not have.
+            ValueError: the restored prefix is not one of this model, or its memory is still in use.
+        """
+        request, prefix = work.request, work.prefix
+        if names_token_ids(request):
+            check_token_ids(request, self._vocabulary)
+        work = replace(work, prefix=None, save_from=work.save_from if self._loaded.has_memory else None)
+        stops = StopScanner(self._tokenizer, request.stop, min_tokens=request.min_tokens) if request.stop else None
+        end_ids = EndIds.of(request, self._tokenizer.eos_ids)
+        sampling = SequenceSampling(request, n_prompt=len(work.prompt_ids), end_ids=end_ids.all)
+        sequence = Sequence(uid, work, sampling, stops, end_ids, scorer=PromptScorer.of(work, self._tokenizer))
+        if prefix is not None:
+            sequence.take_prefix(prefix, prefix_to_caches(self._model, prefix, self._spec))
+        return sequence
+
+    @cached_property
+    def _vocabulary(self) -> int:
+        """Token ids that the model has logits for. Nothing is computed: only the shape is read."""
+        return int(self._model(mx.array([[0]])).shape[-1])
 
     def step(self) -> list[CompletedGeneration]:
         """One decode step of every sequence in the batch and one chunk of prefill.

@@ -1,24 +1,178 @@
 """`Generator` over rows with caches of their own, without padding and without copies of long rows. Engine thread.
 
-Owns the way of a row from prefill to decoding. For models whose full attention goes through mlx-lm's function
-(`attention.py`); their window and recurrent layers stay in mlx-lm's batch caches.
+Owns the rows in prefill and a row's way to decoding. Where all layers are full attention, the prompt tokens of all rows
+go through the model in one pass, as a batch of single tokens; other models get one row after the other. For models
+whose full attention goes through mlx-lm's function (`attention.py`); their window and recurrent layers stay in mlx-lm's
+batch caches.
 """
 
 import logging
-from typing import Any, Final
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Final, Self
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from stoker_shared.text import one_line
 from stoker_worker.engine.generator import Prefilled, SequenceStart, TakenOut, TokenOutput
-from stoker_worker.engine.rows.attention import install
+from stoker_worker.engine.kv_memory import room_for
+from stoker_worker.engine.rows.attention import ChunkCache, install
 from stoker_worker.engine.rows.decode_batch import DecodeBatch
-from stoker_worker.engine.rows.prefill_rows import PrefillRow, PrefillRows
 from stoker_worker.engine.rows.row import Joiner, Row
-from stoker_worker.engine.rows.shared_prefix import SharedPrefix, stored_bytes
+from stoker_worker.engine.rows.shared_prefix import SharedPrefix, split, stored_bytes
+from stoker_worker.engine.transfer import mlx_dtype
 from stoker_worker.models.cache_probe import can_be_batched, leaves, nested
-from stoker_worker.ports.cache_spec import ModelCacheSpec
+from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
+
+
+@dataclass(eq=False)
+class PrefillRow:
+    """
+    Attributes:
+        caches: the model's own, one per layer.
+        prefix: what comes before them.
+        tokens: those in both.
+        segments: token ids to prefill; the last segment's last token is left for the first step of decoding.
+    """
+
+    uid: int
+    start: SequenceStart
+    caches: list[Any]
+    tokens: list[int]
+    segments: list[list[int]]
+    prefix: SharedPrefix | None
+
+    @classmethod
+    def of(cls, uid: int, start: SequenceStart, model: Any, spec: ModelCacheSpec) -> Self:
+        segments = [list(segment) for segment in start.segments]
+        if len(segments[-1]) > 1:
+            segments.append([segments[-1].pop()])
+        caches = start.caches
+        if caches is None:
+            caches = make_prompt_cache(model)
+        tokens = list(start.cached_ids)
+        n_shared = 0 if start.prefix is None else start.prefix.n_tokens
+        n_own = len(tokens) + sum(map(len, segments)) - n_shared
+        _make_room(caches, spec, room_for(n_own, start.max_tokens, is_shared=False), n_shared)
+        return cls(uid, start, caches, tokens, segments, start.prefix)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether only the prompt's last token is left."""
+        return len(self.segments) == 1 and len(self.segments[0]) == 1
+
+    @property
+    def n_done(self) -> int:
+        return len(self.tokens) - len(self.start.cached_ids)
+
+    @property
+    def whole(self) -> list[Any]:
+        """Its caches from its first token on, not evaluated."""
+        if self.prefix is None:
+            return self.caches
+        return nested(self.caches, iter(self.prefix.whole(list(leaves(self.caches)))))
+
+    def share(self, n_tokens: int) -> None:
+        """Let other rows refer to its first `n_tokens` tokens."""
+        self.prefix, self.caches = split(self.caches, n_tokens)
+
+    def take(self, most: int) -> list[int]:
+        """Take out the tokens of the next pass; they are in the caches after it."""
+        segment = self.segments[0]
+        taken = segment[:most]
+        del segment[:most]
+        if not segment:
+            self.segments.pop(0)
+        return taken
+
+
+class PrefillRows:
+    """
+    Attributes:
+        rows: in the order in which they came.
+        is_together: whether the tokens of several rows may go through the model in one pass.
+    """
+
+    def __init__(self, model: Any, *, is_together: bool) -> None:
+        self._model = model
+        self.is_together = is_together
+        self.rows: list[PrefillRow] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(int(cache.nbytes) for row in self.rows for cache in leaves(row.caches))
+
+    def find(self, uid: int) -> PrefillRow | None:
+        return next((row for row in self.rows if row.uid == uid), None)
+
+    def pop_ready(self) -> list[PrefillRow]:
+        ready = [row for row in self.rows if row.is_ready]
+        self.rows = [row for row in self.rows if not row.is_ready]
+        return ready
+
+    def next(self, chunk_tokens: int) -> list[Prefilled]:
+        """Prefill up to `chunk_tokens` tokens of each row."""
+        n_segments = [len(row.segments) for row in self.rows]
+        taken = [row.take(chunk_tokens) for row in self.rows]
+        if self.is_together and (len(self.rows) > 1 or any(row.prefix for row in self.rows)):
+            self._prefill_together(taken)
+        else:
+            for row, ids in zip(self.rows, taken, strict=True):
+                logits = self._model(mx.array([ids]), cache=row.caches)
+                if row.start.scorer is not None:
+                    row.start.scorer.take(logits[0], len(row.tokens))
+                mx.eval([cache.state for cache in row.caches])
+        for row, ids in zip(self.rows, taken, strict=True):
+            row.tokens += ids
+        return [
+            Prefilled(row.uid, row.n_done, at_segment_end=len(row.segments) < before, at_prompt_end=False)
+            for row, before in zip(self.rows, n_segments, strict=True)
+        ]
+
+    def _prefill_together(self, taken: list[list[int]]) -> None:
+        sizes = [len(ids) for ids in taken]
+        inputs = mx.array([token for ids in taken for token in ids])
+        offset = mx.array([len(row.tokens) + i for row, n in zip(self.rows, sizes, strict=True) for i in range(n)])
+        of_layers = zip(*(leaves(row.caches) for row in self.rows), strict=True)
+        prefixes = [row.prefix for row in self.rows]
+        chunks = (ChunkCache(caches, sizes, offset, prefixes, layer) for layer, caches in enumerate(of_layers))
+        logits = self._model(inputs[:, None], cache=nested(self.rows[0].caches, chunks))
+        for row, end, n in zip(self.rows, accumulate(sizes), sizes, strict=True):
+            if row.start.scorer is not None:
+                row.start.scorer.take(logits[end - n : end, 0], len(row.tokens))
+        mx.eval([cache.state for row in self.rows for cache in row.caches])
+
+
+def _make_room(caches: list[Any], spec: ModelCacheSpec, n_tokens: int, n_shared: int) -> None:
+    """Let the caches of full attention hold `n_tokens` tokens, or each chunk would copy all chunks before it.
+
+    Their first `n_shared` tokens are dropped.
+
+    Evaluated, because a copy of another row's cache that is yet to be made would keep that row from being updated in
+    place.
+    """
+    for cache, layer in zip(leaves(caches), spec.layers, strict=True):
+        if layer.kind == LayerKind.FULL:
+            cache.keys, cache.values = (
+                _moved(array, range(n_shared, cache.offset), (1, layer.n_kv_heads, n_tokens, dim), layer, spec)
+                for array, dim in ((cache.keys, layer.key_dim), (cache.values, layer.value_dim))
+            )
+            cache.offset -= n_shared
+            mx.eval(cache.keys, cache.values)
+
+
+def _moved(
+    array: mx.array | None, kept: range, shape: tuple[int, ...], layer: LayerSpec, spec: ModelCacheSpec
+) -> mx.array:
+    """An array of `shape` at least that begins with the tokens `kept` of `array`: the same one, if it will do."""
+    if array is not None and not kept.start and array.shape[2] >= shape[2]:
+        return array
+    other = mx.zeros(shape, getattr(mx, spec.dtype)).view(mlx_dtype(layer, spec))
+    if array is not None:
+        other[:, :, : len(kept)] = array[:, :, kept.start : kept.stop]
+    return other
+
 
 _CLEAR_STEPS: Final = 512
 """Memory that MLX keeps for reuse is given back after so many steps, as mlx-lm does."""
