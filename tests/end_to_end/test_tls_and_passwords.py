@@ -31,7 +31,7 @@ def stoker(url, *arguments):
 @pytest.mark.parametrize("form", FORMS)
 def test_producer_command_and_worker_speak_tls_and_never_show_the_password(tls_server, tmp_path, form):  # noqa: F811
     url = getattr(tls_server, form)()
-    with Producer(url) as producer, running_worker(url, tmp_path / "store", "-v") as worker:
+    with Producer(url) as producer, running_worker(url, tmp_path / "store", "-v", "--new-store") as worker:
         worker.wait_until_ready()
         assert producer.submit(agent_id="a", prompt="x", max_tokens=4).result(timeout_s=30).usage.completion_tokens == 4
         code, output = stoker(url, "submit", "--agent", "b", "--prompt", "x", "--max-tokens", "4", "--wait")
