@@ -44,7 +44,7 @@ class ServiceUnit:
         folder: where it runs: relative paths among the options mean what they meant to `install`.
         environment: all variables that it needs besides those that every process of the user has.
         stop_timeout_s: the service manager kills a worker that takes longer to stop.
-        account: whom a system-wide service runs as; ``None``: it is the user's own service.
+        account: the user that a system-wide service runs as; ``None``: it is the user's own service.
         redis_url: to be written into the file that `command` names; empty: there is no password to hide.
     """
 
@@ -133,8 +133,7 @@ class ServiceManager(Protocol):
         """Write the file and start the service; start it anew if it runs with another file."""
 
     def uninstall(self, name: str, say: Say) -> None:
-        """Of an installed service: stop it, once its running jobs have ended or their grace is over; remove its
-        file."""
+        """Stop an installed service, once its running jobs have ended or their grace is over; remove its file."""
 
     def logs_command(self, name: str, *, lines: int, follow: bool) -> list[str]:
         """The command that prints the end of the log."""
@@ -188,7 +187,7 @@ def remove_files(manager: ServiceManager, name: str) -> None:
 
 
 def _write_if_other(path: Path, text: str) -> bool:
-    """Whether it was written. Only its owner can read it: variables may have passwords too."""
+    """Returns True if it was written. Only its owner can read it: variables may have passwords too."""
     if path.exists() and path.read_text(encoding="utf-8") == text:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -435,10 +434,10 @@ def manager_here(*, is_system: bool) -> ServiceManager:
 
 
 def account_of(user: str | None, environment: Mapping[str, str] = os.environ) -> pwd.struct_passwd:
-    """Whom a system-wide service runs as.
+    """The user that a system-wide service runs as.
 
     Args:
-        user: ``None``: the one who called sudo.
+        user: ``None`` for the one who called sudo.
 
     Raises:
         ServiceRefused: there is none, or it is root.

@@ -204,7 +204,7 @@ class WorkerSettings(BaseSettings):
     @field_validator("redis_url")
     @classmethod
     def _redis_url_from_a_file(cls, value: str) -> str:
-        """Of a ``file:`` URL, the file's first line: every user sees the arguments of a process."""
+        """Replaces a ``file:`` URL by the file's first line: every user can see the arguments of a process."""
         if not value.startswith("file:"):
             return value
         try:

@@ -86,7 +86,7 @@ def serve_dashboard(
 
 
 def is_loopback(bind: str) -> bool:
-    """Whether only this machine can reach `bind`. Of names, only ``localhost`` is trusted to be loopback."""
+    """True if only this machine can reach `bind`. The only name that counts as loopback is ``localhost``."""
     try:
         return ipaddress.ip_address(bind).is_loopback
     except ValueError:

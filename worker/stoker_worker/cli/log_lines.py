@@ -65,7 +65,7 @@ _PRIORITIES: Final = {logging.CRITICAL: 2, logging.ERROR: 3, logging.WARNING: 4,
 
 
 def is_journal() -> bool:
-    """Whether stderr is the stream to the journal that systemd gave this process."""
+    """True if stderr is the stream to the journal that systemd gave this process."""
     try:
         opened = os.fstat(sys.stderr.fileno())
     except (OSError, ValueError, AttributeError):  # closed, or no file

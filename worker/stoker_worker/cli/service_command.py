@@ -22,11 +22,11 @@ def _checked_name(context: click.Context, parameter: click.Parameter, name: str)
 
 _name = click.option(
     "--name", default="stoker-worker", show_default=True, callback=_checked_name,
-    help="Of the service: another one for a second worker.",
+    help="Name of the service; a second worker needs another one.",
 )  # fmt: skip
 _system = click.option(
     "--system", "is_system", is_flag=True,
-    help="Of the machine, from boot on and without a login: a LaunchDaemon on a Mac. Needs root.",
+    help="A service of the machine: it runs from boot on, without a login. Needs root.",
 )  # fmt: skip
 
 
@@ -47,7 +47,7 @@ def service() -> None:
 @service.command()
 @_name
 @_system
-@click.option("--user", metavar="NAME", help="Whom a --system service runs as.  [who calls sudo]")
+@click.option("--user", metavar="NAME", help="User that a --system service runs as.  [who calls sudo]")
 @click.option("--print", "only_print", is_flag=True, help="Print the service's file and change nothing.")
 @click.argument("run_options", metavar="-- [OPTIONS OF run]", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context

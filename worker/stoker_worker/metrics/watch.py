@@ -93,9 +93,9 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 REDIS_SERVER = {
     "redis_memory_used_bytes": "Memory that the Redis server uses for its data.",
     "redis_memory_max_bytes": "Its limit (maxmemory); 0: none.",
-    "redis_aof_enabled": "Whether it keeps an append-only file.",
-    "redis_aof_last_write_status": "Whether its last write to that file succeeded.",
-    "redis_rdb_last_bgsave_status": "Whether its last snapshot succeeded.",
+    "redis_aof_enabled": "1 if it keeps an append-only file.",
+    "redis_aof_last_write_status": "1 if its last write to that file succeeded.",
+    "redis_rdb_last_bgsave_status": "1 if its last snapshot succeeded.",
     "redis_rdb_last_save_timestamp_seconds": "When it took its last snapshot, in Unix time.",
 }
 """From the server's INFO, as far as it has them; the names are those of Prometheus' redis_exporter."""
@@ -121,9 +121,9 @@ class _Shown(Collector):
         yield GaugeMetricFamily(
             "process_start_time_seconds", "When the worker was started, in Unix time.", look.started_at
         )
-        yield _gauge("ready", "Whether /readyz answers with 200.", self._is_ready)
+        yield _gauge("ready", "1 if /readyz answers with 200.", self._is_ready)
         yield _gauge(
-            "standby", "Whether it waits, by --standby, for the name, queue or store of another worker.",
+            "standby", "1 if it waits, by --standby, for the name, queue or store of another worker.",
             look.is_standing_by,
         )  # fmt: skip
         yield from self._jobs()
@@ -162,13 +162,13 @@ class _Shown(Collector):
 
     def _redis(self) -> Iterator[Metric]:
         state = self._look.state
-        yield _gauge("redis_up", "Whether Redis answers, and has the last heartbeat.", self._look.is_redis_up)
+        yield _gauge("redis_up", "1 if Redis answers, and has the last heartbeat.", self._look.is_redis_up)
         yield _counter("redis_away_seconds", "Time without a heartbeat that reached Redis.", state.redis_away_total_s)
         yield _counter(
             "redis_data_lost", "How often this worker has noticed that Redis had lost data.", state.data_loss.times
         )
         yield _counter("redis_data_lost_jobs", "Jobs that it had in flight then.", state.data_loss.jobs)
-        yield _gauge("suspended", "Whether workers are suspended, by `rq suspend`.", state.is_suspended)
+        yield _gauge("suspended", "1 if workers are suspended, by `rq suspend`.", state.is_suspended)
 
 
 def _batch(serving: Serving, in_batch: int) -> Iterator[Metric]:
@@ -198,7 +198,7 @@ def _store(store: StoreUse) -> Iterator[Metric]:
     yield _gauge("ram_cache_bytes", "Bytes of agents' caches in RAM.", store.ram_bytes)
     yield _gauge("ram_cache_max_bytes", "The limit of that.", store.ram_max_bytes)
     if (shared := store.shared) is not None:
-        yield _gauge("shared_store_up", "Whether the shared store answers; only if there is one.", not shared.away_s)
+        yield _gauge("shared_store_up", "1 if the shared store answers; only if there is one.", not shared.away_s)
         yield _counter(
             "shared_store_written_bytes", "Bytes of caches written to the shared store.", shared.written_bytes
         )
