@@ -71,36 +71,6 @@ def drain_one(engine, one):
     return drain(engine)[uid]
 
 
-def test_an_end_of_sequence_token_ends_the_sequence_and_is_in_the_cache_but_not_in_the_text(make_engine, work, loaded):
-    engine = make_engine()
-    prompt = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
-    done = drain_one(engine, work(prompt, max_tokens=40))
-    assert done.ended_by == "eos"
-    assert done.generated_ids[-1] in loaded.tokenizer.eos_ids
-    assert done.text == "The capital of France is Paris."
-    assert done.cache.stop == len(loaded.tokenizer.encode(prompt, special_start=True)) + len(done.generated_ids)
-
-
-@pytest.mark.fast_blas
-def test_a_stop_string_cuts_text_and_cache_before_it_and_leaves_the_other_sequences_alone(
-    make_engine, work, loaded, alone
-):
-    engine = make_engine()
-    beside = work(PROMPTS[0], max_tokens=12)
-    uid = engine.submit(beside)
-    plain = drain_one(make_engine(), work(PROMPTS[1], max_tokens=12))
-    stop = plain.text[9:14]
-    stopped = engine.submit(work(PROMPTS[1], max_tokens=12, stop=[stop]))
-    done = drain(engine)
-    assert done[stopped].ended_by == "stop"
-    assert done[stopped].text == plain.text[: plain.text.index(stop)]
-    kept = loaded.tokenizer.decode(done[stopped].generated_ids[: done[stopped].kept])
-    assert kept + done[stopped].carry_text == done[stopped].text
-    prompt_tokens = len(loaded.tokenizer.encode(PROMPTS[1], special_start=True))
-    assert done[stopped].cache.stop == prompt_tokens + done[stopped].kept
-    assert list(done[uid].generated_ids) == alone(beside.prompt_ids, 12)
-
-
 @pytest.mark.fast_blas
 def test_rows_with_features_of_sampling_change_no_row_beside_them(make_engine, work, loaded, alone):
     stop = loaded.tokenizer.encode(" the", special_start=False)[-1]
@@ -160,10 +130,3 @@ def test_sampling_follows_the_models_distribution(make_engine, work):
     )
     said = {uid: completion.generated_ids for uid, completion in drain(engine).items()}
     assert said[greedy] == said[cold] == said[narrow] != said[wide]
-
-
-def test_the_spec_read_from_the_model_matches_its_caches(loaded):
-    spec = loaded.spec
-    assert (len(spec.layers), spec.dtype) == (30, "float32")
-    assert {(x.kind, x.n_kv_heads, x.key_dim, x.value_dim) for x in spec.layers} == {("full", 3, 64, 64)}
-    assert spec.bytes_per_token == 30 * 2 * 3 * 64 * 4

@@ -1,4 +1,5 @@
-"""The engine's pure policies: the cost of a batch, the prefill of a step, the order of waiting sequences."""
+"""The engine's pure policies: the cost of a batch, its blocks and width, the prefill of a step, the order of waiting
+sequences."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker_worker.engine.kv_memory import KVCost
+from stoker_worker.engine.kv_memory import BlockPool, KVCost
 from stoker_worker.engine.scheduler import MOST_OVERTAKEN, WaitingSequences
-from stoker_worker.engine.step_limits import PrefillBudget
+from stoker_worker.engine.step_limits import BatchWidth, PrefillBudget
 from stoker_worker.ports.cache_spec import ArraySpec, LayerKind, LayerSpec, ModelCacheSpec
 
 FULL = LayerSpec(LayerKind.FULL, 2, 8, 8)
@@ -57,6 +58,96 @@ def test_a_model_without_full_attention_costs_the_same_at_any_length():
     kv_cost = KVCost(SPECS["recurrent"], 64)
     assert kv_cost.block_bytes == 2 * 4 * 8 * 4
     assert kv_cost.sequence_blocks(1) == kv_cost.sequence_blocks(1_000_000) == 1
+
+
+# --- block pool ---
+
+
+def test_a_full_pool_admits_and_grows_no_sequence_until_one_leaves():
+    pool = BlockPool(4)
+    assert pool.resize(1, 3)
+    assert not pool.resize(2, 2)
+    assert pool.resize(3, 1)
+    assert not pool.resize(3, 2)
+    assert pool.held(3) == 1
+    pool.release(1)
+    assert pool.resize(2, 2)
+    assert pool.free == 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9), st.booleans())))
+def test_after_any_history_the_used_blocks_are_the_held_blocks_and_within_the_total(history):
+    pool, held = BlockPool(16), {}
+    for uid, blocks, leaves in history:
+        if leaves:
+            pool.release(uid)
+            held.pop(uid, None)
+        elif pool.resize(uid, blocks):
+            held[uid] = blocks
+        assert pool.used == sum(held.values()) <= pool.total
+    for uid in held:
+        pool.release(uid)
+    assert pool.free == pool.total
+
+
+# --- batch width ---
+
+
+def go_well(width, steps=64):
+    for _ in range(steps):
+        width.went_well()
+
+
+def test_half_as_many_run_after_a_failed_step_and_all_again_after_quiet_steps():
+    width = BatchWidth(8)
+    width.broke(range(8))
+    assert (width.now, width.is_searching) == (4, True)
+    go_well(width, 63)
+    assert width.now == 4
+    go_well(width, 1)
+    assert (width.now, width.is_searching) == (8, False)
+
+
+def test_a_width_that_breaks_twice_is_not_tried_again(caplog):
+    width = BatchWidth(8)
+    width.broke(range(6))
+    go_well(width, 128)
+    width.broke(range(10, 16))
+    assert "6 sequences together broke twice; at most 5" in caplog.text
+    go_well(width, 1000)
+    assert (width.now, width.most, width.is_searching) == (5, 5, False)
+
+
+def test_when_two_together_fail_the_log_reports_that_the_model_cannot_be_batched(caplog):
+    width = BatchWidth(4)
+    for _ in range(2):
+        width.broke([1, 2])
+        go_well(width)
+    assert (width.now, width.most) == (1, 1)
+    assert "cannot batch this model" in caplog.text
+
+
+@pytest.mark.parametrize("n", [2, 5])
+def test_a_sequence_that_fails_alone_clears_the_width_of_blame(n):
+    width = BatchWidth(8)
+    for others in (range(10, 9 + n), range(20, 19 + n)):
+        width.broke([1, *others])
+        width.broke([1])
+    assert width.most == n - 1
+    width.blame(1)
+    go_well(width, 1000)
+    assert (width.now, width.most) == (8, 8)
+
+
+def test_the_blame_of_one_sequence_keeps_the_failures_of_others_on_record():
+    width = BatchWidth(8)
+    width.broke([1, 2, 3])
+    width.broke([4, 5, 6])
+    width.blame(7)
+    assert width.most == 2
+    width.broke([7, 8])
+    width.blame(7)
+    assert width.most == 2
 
 
 # --- prefill budget ---

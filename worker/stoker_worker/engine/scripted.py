@@ -216,7 +216,6 @@ class ScriptedEngine(GenerationEnginePort):
         self._max_batch = max_batch
         self._step_s = 1.0 / steps_per_s
         self._sequences: dict[int, Sequence] = {}
-        self._scripts: dict[int, _Script] = {}
         self._next_uid = 0
 
     @property
@@ -242,7 +241,6 @@ class ScriptedEngine(GenerationEnginePort):
         script = _Script(work, end_ids.all, self._model)
         n_reused = work.prefix.n_tokens if work.prefix else 0
         self._sequences[uid] = Sequence(uid, work, script, stops, end_ids, n_reused=n_reused)
-        self._scripts[uid] = script
         self._next_uid += 1
         return uid
 
@@ -255,23 +253,20 @@ class ScriptedEngine(GenerationEnginePort):
         time.sleep(self._step_s)
         ended = [done for sequence in in_batch if (done := self._advance(sequence)) is not None]
         for done in ended:
-            self._drop(done.uid)
+            del self._sequences[done.uid]
         return ended
 
     def cancel(self, uid: int) -> CompletedGeneration | None:
-        sequence = self._drop(uid)
+        sequence = self._sequences.pop(uid, None)
         return sequence.completion("cancelled", self._tokenizer) if sequence else None
 
     def close(self) -> None:
         self._sequences.clear()
 
-    def _drop(self, uid: int) -> Sequence | None:
-        self._scripts.pop(uid, None)
-        return self._sequences.pop(uid, None)
-
     def _advance(self, sequence: Sequence) -> CompletedGeneration | None:
         error = wrong_prefix(sequence.work) if not sequence.generated else None
-        script = self._scripts[sequence.uid]
+        script = sequence.sampling
+        assert isinstance(script, _Script)
         words = script.words
         if words == ["crash"]:
             os.kill(os.getpid(), signal.SIGKILL)
