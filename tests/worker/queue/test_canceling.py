@@ -305,7 +305,7 @@ def test_a_job_that_was_asked_to_stop_goes_back_if_its_turn_may_have_been_saved(
     saves, runs = claim(queue)
     saves.begin_save()
     for job in (saves, runs):
-        queue._registration.stop_requests.ask(job.job_id)
+        queue._registration.in_flight.ask_to_stop(job.job_id)
     assert give_back([saves, runs], counts_as_attempt=False) == 1
     assert (places(connection, "saves"), places(connection, "runs")) == (["generate"], ["failed"])
     [again] = claim(queue)

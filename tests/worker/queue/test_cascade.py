@@ -122,7 +122,7 @@ def test_a_result_without_a_check_has_no_attempts(connection, queue, plain, task
 
 def losing(job, monkeypatch, what):
     """Once, the connection is lost before the script, or before its reply."""
-    cascade, losses = job.parts.cascade, [what]
+    cascade, losses = job.ends.cascade, [what]
     script = cascade._go_on
 
     def flaky(**arguments):
@@ -230,7 +230,7 @@ def test_a_job_whose_stop_was_asked_for_does_not_go_on(connection, queue, plain)
     enqueue(plain)
     [job] = claim(queue)
     assert isinstance(job, RqClaimedJob)
-    job.parts.stop_requests.ask("job")
+    job.in_flight.ask_to_stop("job")
     assert job.finish(REJECTED)
     job.release()
     assert connection.hget("rq:job:job", "status") == b"finished"

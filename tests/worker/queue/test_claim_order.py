@@ -239,13 +239,13 @@ def test_a_recovery_whose_reply_is_lost_counts_no_job_as_alone_that_was_not(conn
     ids = submit(producer, "a", "b", "c")
     assert len(claim(opened())) == 3
     queue = opened()
-    real = type(queue._requeue).all
+    real = type(queue._job_finish.requeue).all
 
     def lost(*args):
         real(*args)
         raise RedisConnectionError("gone")
 
-    monkeypatch.setattr(type(queue._requeue), "all", lost)
+    monkeypatch.setattr(type(queue._job_finish.requeue), "all", lost)
     with pytest.raises(RedisUnavailable):
         queue.recover()
     monkeypatch.undo()

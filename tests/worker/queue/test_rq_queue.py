@@ -287,7 +287,7 @@ def test_a_stop_during_the_start_of_its_job_is_not_lost(producer, queue, monkeyp
 
     def start_and_stop(job):
         execution = real(job)
-        queue._registration.stop_requests.ask(job_id)
+        queue._registration.in_flight.ask_to_stop(job_id)
         return execution
 
     monkeypatch.setattr(queue._job_start._transaction, "run", start_and_stop)
@@ -297,7 +297,7 @@ def test_a_stop_during_the_start_of_its_job_is_not_lost(producer, queue, monkeyp
 
 def test_a_stop_of_another_workers_job_is_not_kept_for_later(producer, queue):
     (job_id,) = submit(producer, "a")
-    queue._registration.stop_requests.ask(job_id)
+    queue._registration.in_flight.ask_to_stop(job_id)
     (_job,) = claim(queue)
     assert queue.withdrawn({}) == []
 
@@ -616,7 +616,7 @@ def test_giving_back_a_job_that_was_withdrawn_leaves_nothing_of_its_execution(co
 def test_a_deposed_worker_does_not_change_the_next_workers_counts(connection, producer, queue, let_go):
     (job_id,) = submit(producer, "a")
     (job,) = claim(queue)
-    queue._requeue(Claim(job_id, "generate", job.run.execution), counts_as_attempt=True)  # the next worker's
+    queue._job_finish.requeue(Claim(job_id, "generate", job.run.execution), counts_as_attempt=True)  # the next worker's
     taken_over(connection)
     drop(job) if let_go == "drop" else give_back([job], counts_as_attempt=False)
     assert connection.hget(f"rq:job:{job_id}", FIELD_ATTEMPTS) == b"1"

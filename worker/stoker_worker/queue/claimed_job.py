@@ -15,32 +15,16 @@ from stoker_shared.errors import OwnershipLost
 from stoker_shared.wire import DEFAULT_RESULT_TTL_S
 from stoker_worker.events import log_job
 from stoker_worker.ports import ClaimedJob
-from stoker_worker.queue.cascade import Cascade, CheckOutcome, verdict_after, verdict_on
+from stoker_worker.queue.cascade import CheckOutcome, verdict_after, verdict_on
 from stoker_worker.queue.client import as_redis_unavailable
 from stoker_worker.queue.end import JobFinish
-from stoker_worker.queue.in_flight import JobsInFlight, StopRequests
+from stoker_worker.queue.in_flight import JobsInFlight
 from stoker_worker.queue.json_job import JobRun
-from stoker_worker.queue.ownership import Ownership
-from stoker_worker.queue.progress import JobStreams, ProgressMeta
-from stoker_worker.queue.requeue import Claim, Requeue
+from stoker_worker.queue.requeue import Claim
 
 _FOR_EVER_S: Final = 366 * 86_400.0
 _MARGIN_S: Final = 3600.0
 """Longer than any lease, and than the clocks of two machines differ."""
-
-
-@dataclass(frozen=True, eq=False)
-class QueueParts:
-    """The parts of the queue that a claimed job uses to end itself; the same for all of them."""
-
-    ownership: Ownership
-    job_finish: JobFinish
-    cascade: Cascade
-    requeue: Requeue
-    streams: JobStreams
-    progress: ProgressMeta
-    stop_requests: StopRequests
-    in_flight: "JobsInFlight[RqClaimedJob]"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -54,7 +38,8 @@ class RqClaimedJob(ClaimedJob):
     """
 
     run: JobRun = field(repr=False)
-    parts: QueueParts = field(repr=False)
+    ends: JobFinish = field(repr=False)
+    in_flight: "JobsInFlight[RqClaimedJob]" = field(repr=False)
     ending: threading.Event = field(default_factory=threading.Event, repr=False)
     saves: threading.Event = field(default_factory=threading.Event, repr=False)
 
@@ -66,17 +51,17 @@ class RqClaimedJob(ClaimedJob):
     @property
     def moved_from(self) -> str | None:
         """This worker's own name is none: it was started anew."""
-        return None if super().moved_from == self.parts.ownership.member else super().moved_from
+        return None if super().moved_from == self.ends.ownership.member else super().moved_from
 
     @as_redis_unavailable()
     def is_ours(self) -> bool:
-        return self.parts.ownership.of(self.run) == "ours"
+        return self.ends.ownership.of(self.run) == "ours"
 
     @as_redis_unavailable()
     def begin_save(self) -> None:
         self.saves.set()
         with self._lost_is_told():
-            if self.parts.ownership.of(self.run, saves=True) != "ours":
+            if self.ends.ownership.of(self.run, saves=True) != "ours":
                 raise OwnershipLost(f"job {self.job_id} is no longer this worker's")
 
     @as_redis_unavailable()
@@ -86,12 +71,12 @@ class RqClaimedJob(ClaimedJob):
         if (verdict := verdict_on(self.run.job, self.request, result)) is not None:
             if self._goes_on(verdict):
                 return False
-            result, also = {**result, **verdict.as_fields()}, partial(self.parts.cascade.count, verdict=verdict)
+            result, also = {**result, **verdict.as_fields()}, partial(self.ends.cascade.count, verdict=verdict)
         with self._lost_is_told():
-            self.parts.job_finish.finish(self.run, result, also)
+            self.ends.finish(self.run, result, also)
         if self.memory_use.access == "write":
-            self.parts.ownership.lease.has_agents = True
-        self.parts.streams.close(self.claim_number, ended=True)
+            self.ends.ownership.lease.has_agents = True
+        self.ends.streams.close(self.claim_number, ended=True)
         return True
 
     @as_redis_unavailable()
@@ -101,58 +86,57 @@ class RqClaimedJob(ClaimedJob):
         if verdict is not None and self._goes_on(verdict):
             return False
         with self._lost_is_told():
-            self.parts.job_finish.fail(self.run, error, partial_text=partial_text, may_retry=may_retry)
-        self.parts.streams.close(self.claim_number, ended=True)
+            self.ends.fail(self.run, error, partial_text=partial_text, may_retry=may_retry)
+        self.ends.streams.close(self.claim_number, ended=True)
         return True
 
     @as_redis_unavailable()
     def stop(self) -> None:
         self.ending.set()
-        if not self.parts.job_finish.stop(self.run):
-            self.parts.ownership.refuse_if_lost(self.run, self.claim_number)
+        if not self.ends.stop(self.run):
+            self.ends.ownership.refuse_if_lost(self.run, self.claim_number)
             self._clear_progress()
-        self.parts.streams.close(self.claim_number, ended=True)
+        self.ends.streams.close(self.claim_number, ended=True)
 
     @as_redis_unavailable()
     def give_back(self, *, counts_as_attempt: bool, alone: bool = False) -> bool:
         may_be_saved = self.was_saving or self.saves.is_set()  # then the next run tells
-        if self.parts.stop_requests.is_asked(self.job_id) and not may_be_saved:  # nobody else knows of it
+        if self.in_flight.is_to_stop(self.job_id) and not may_be_saved:  # nobody else knows of it
             with suppress(OwnershipLost):
                 self.stop()
             return False
         self.ending.set()
         try:
             claim = Claim(self.job_id, self.queue, self.run.execution, alone=alone)
-            if self.parts.requeue(claim, counts_as_attempt=counts_as_attempt) == "ended":
-                self.parts.ownership.let_go(self.run)
+            if self.ends.requeue(claim, counts_as_attempt=counts_as_attempt) == "ended":
+                self.ends.ownership.let_go(self.run)
                 return False
             self._clear_progress()
             return True
         finally:
-            self.parts.streams.close(self.claim_number, ended=False)
+            self.ends.streams.close(self.claim_number, ended=False)
 
     @as_redis_unavailable()
     def drop(self) -> None:
         try:
-            self.parts.ownership.let_go(self.run)
+            self.ends.ownership.let_go(self.run)
         finally:
-            self.parts.streams.close(self.claim_number, ended=False)
+            self.ends.streams.close(self.claim_number, ended=False)
 
     def release(self) -> None:
-        self.parts.stop_requests.forget(self.job_id)
-        self.parts.in_flight.remove(self)
-        self.parts.streams.close(self.claim_number, ended=False)  # last: `withdrawn` opens streams of jobs in flight
+        self.in_flight.remove(self)
+        self.ends.streams.close(self.claim_number, ended=False)  # last: `withdrawn` opens streams of jobs in flight
 
     def _goes_on(self, verdict: CheckOutcome) -> bool:
         """Send the job on to the next model, unless there is none, or its stop was asked for."""
-        if verdict.next is None or self.parts.stop_requests.is_asked(self.job_id):
+        if verdict.next is None or self.in_flight.is_to_stop(self.job_id):
             return False
         self._clear_progress()
         try:
             with self._lost_is_told():
-                self.parts.cascade.go_on(self.run, verdict, verdict.next)
+                self.ends.cascade.go_on(self.run, verdict, verdict.next)
         finally:
-            self.parts.streams.close(self.claim_number, ended=False)
+            self.ends.streams.close(self.claim_number, ended=False)
         condition = (verdict.attempts[-1].reason or "").partition(":")[0]  # the rest may quote the request
         log_job("escalated", self.job_id, agent=self.request.agent_id, reason=condition, to=verdict.next.model)
         return True
@@ -162,9 +146,9 @@ class RqClaimedJob(ClaimedJob):
         try:
             yield
         except OwnershipLost:
-            self.parts.ownership.refuse_if_lost(self.run, self.claim_number)
+            self.ends.ownership.refuse_if_lost(self.run, self.claim_number)
             raise
 
     def _clear_progress(self) -> None:
         if self.run.job.has_progress:
-            self.parts.progress.clear(self.run.job.key)
+            self.ends.progress.clear(self.run.job.key)

@@ -19,7 +19,7 @@ from stoker_shared.text import mask_text, mask_url, refusal_line
 from stoker_worker.queue.claimed_job import RqClaimedJob
 from stoker_worker.queue.client import may_pass, reason_of
 from stoker_worker.queue.depths import QueueDepths
-from stoker_worker.queue.in_flight import JobsInFlight, StopRequests
+from stoker_worker.queue.in_flight import JobsInFlight
 from stoker_worker.queue.lease import NO_STORE, Lease, LostData, OwnStore
 from stoker_worker.queue.registration import HeartbeatWriter, RqRegistration, new_worker_name
 from stoker_worker.queue.rq_queue import RqQueue
@@ -113,7 +113,7 @@ def _new_member(
         worker_ttl_s=settings.lease_ttl_s,
         execution_ttl_s=EXECUTION_TTL_S,
         heartbeat_s=settings.heartbeat_s,
-        stop_requests=StopRequests(in_flight),
+        in_flight=in_flight,
     )
     lease = Lease(
         connection,

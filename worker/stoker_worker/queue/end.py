@@ -39,12 +39,14 @@ from stoker_shared.errors import InvalidRequest, OwnershipLost, RedisUnavailable
 from stoker_shared.text import message_line
 from stoker_shared.wire import CLAIMED_KEY, DEFAULT_FAILURE_TTL_S, DEFAULT_RESULT_TTL_S, ENDED_KEY, META_PARTIAL
 from stoker_worker.placement.placement import Placement
+from stoker_worker.queue.cascade import Cascade
 from stoker_worker.queue.client import lua, may_pass
 from stoker_worker.queue.json_job import OF_THE_RUN, JobRun, JsonJob, raw
 from stoker_worker.queue.lease import Lease
 from stoker_worker.queue.ownership import End, EndedNote, Ownership
-from stoker_worker.queue.progress import read_meta, without_progress
+from stoker_worker.queue.progress import JobStreams, ProgressMeta, read_meta, without_progress
 from stoker_worker.queue.registration import RqRegistration
+from stoker_worker.queue.requeue import Requeue
 
 log = logging.getLogger(__name__)
 
@@ -351,20 +353,27 @@ class PackedJson(JSONSerializer):
 
 
 class JobFinish:
-    """Writes the ends of this worker's jobs."""
+    """Writes the ends of this worker's jobs.
+
+    Attributes:
+        ownership: tells whether a run is still ours to end.
+        requeue, cascade: put a job back instead, or send it on to the next model.
+        streams, progress: what is shown of a job until then.
+        last_resort: fails a job that RQ cannot end.
+    """
 
     def __init__(
-        self,
-        connection: Redis,
-        registration: RqRegistration,
-        ownership: Ownership,
-        placement: Placement,
+        self, connection: Redis, registration: RqRegistration, ownership: Ownership, placement: Placement
     ) -> None:
         self._connection = connection
         self._registration = registration
         registration.log.addFilter(_swallowed)
+        self.ownership = ownership
+        self.requeue = Requeue(connection, ownership.lease)
+        self.cascade = Cascade(connection, ownership)
+        self.streams = JobStreams(connection)
+        self.progress = ProgressMeta(connection)
         self.last_resort = LastResort(connection, ownership.lease)
-        self._ownership = ownership
         self._placement = placement
         self._follow_up = FollowUp(connection)
 
@@ -376,7 +385,7 @@ class JobFinish:
         Raises:
             OwnershipLost: the run is not ours (any more), or it is finished already.
         """
-        ending = Ending(self._ownership, run, "finished")
+        ending = Ending(self.ownership, run, "finished")
         try:
             self._write_success(run, ending, result, also)
         except AlreadyWritten as written:
@@ -396,17 +405,17 @@ class JobFinish:
             RedisUnavailable: RQ could not write it.
         """
         rq_job = run.job
-        ending = Ending(self._ownership, run, "failed", partial_text=partial_text)
+        ending = Ending(self.ownership, run, "failed", partial_text=partial_text)
         if isinstance(error, RequestError) or not may_retry:
             rq_job.retries_left = 0  # the same request fails the same way
         self._end_badly(run, ending, f"{type(error).__name__}: {message_line(error)}")
 
     def stop(self, run: JobRun) -> bool:
         """End a job that was stopped on request, canceled or deleted; ``True`` if it was stopped."""
-        if self._ownership.of(run) == "lost":
-            self._ownership.let_go(run)
+        if self.ownership.of(run) == "lost":
+            self.ownership.let_go(run)
             return False
-        self._end_badly(run, Ending(self._ownership, run, "stopped"), "JobStopped: stopped on request")
+        self._end_badly(run, Ending(self.ownership, run, "stopped"), "JobStopped: stopped on request")
         return True
 
     def _end_badly(self, run: JobRun, ending: Ending, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""The jobs that this worker has in flight. Owns this table, the only one, and the stop requests; any thread.
+"""The jobs that this worker has in flight. Owns this table, the only one, and RQ's stop commands for them; any thread.
 
 The queue adds a job once it is claimed and started, and a finisher thread removes it when it is released. Stages read
 snapshots.
@@ -6,7 +6,7 @@ snapshots.
 
 import threading
 from collections.abc import Iterator
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from rq.executions import Execution
 
@@ -16,12 +16,28 @@ J = TypeVar("J", bound=ClaimedJob)
 
 
 class JobsInFlight(Generic[J]):
-    """By job id, in the order in which they were claimed."""
+    """By job id, in the order in which they were claimed.
+
+    A stop command for an id that is not ours is not kept: it may be used again later, and that job must not be stopped.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._jobs: dict[str, J] = {}
         self._released = threading.Event()
+        self._runs: dict[str, str] = {}  # job ids by execution id, also of the runs that are being started
+        self._to_stop: set[str] = set()
+
+    def starting(self, execution: Execution) -> None:
+        """A stop command that comes from here on is for this run, although its job is not in flight yet."""
+        with self._lock:
+            self._runs[execution.id] = execution.job_id
+
+    def all_started(self) -> None:
+        """Each run that was being started is in flight by now, or will not be."""
+        with self._lock:
+            self._to_stop &= self._jobs.keys()
+            self._runs = {execution: job_id for execution, job_id in self._runs.items() if job_id in self._jobs}
 
     def add(self, job: J) -> None:
         with self._lock:
@@ -31,6 +47,8 @@ class JobsInFlight(Generic[J]):
         with self._lock:
             if self._jobs.get(job.job_id) is job:  # its id may have been enqueued again, and claimed since
                 del self._jobs[job.job_id]
+                self._to_stop.discard(job.job_id)
+                self._runs = {execution: job_id for execution, job_id in self._runs.items() if job_id != job.job_id}
         self._released.set()
 
     def get(self, job_id: str) -> J | None:
@@ -47,6 +65,19 @@ class JobsInFlight(Generic[J]):
         self._released.clear()
         return True
 
+    def ask_to_stop(self, job_id: str) -> None:
+        with self._lock:
+            if job_id in self._jobs or job_id in self._runs.values():
+                self._to_stop.add(job_id)
+
+    def ask_to_stop_execution(self, execution_id: str) -> None:
+        with self._lock:
+            if (job_id := self._runs.get(execution_id)) is not None:
+                self._to_stop.add(job_id)
+
+    def is_to_stop(self, job_id: str) -> bool:
+        return job_id in self._to_stop
+
     def __contains__(self, job_id: object) -> bool:
         return job_id in self._jobs
 
@@ -56,46 +87,3 @@ class JobsInFlight(Generic[J]):
 
     def __len__(self) -> int:
         return len(self._jobs)
-
-
-class StopRequests:
-    """RQ's stop commands for the jobs in flight, and for those that are being started. Pubsub, fetcher, finishers.
-
-    An id that is not ours is not kept: it may be used again later, and that job must not be stopped.
-    """
-
-    def __init__(self, in_flight: JobsInFlight[Any]) -> None:
-        self._lock = threading.Lock()
-        self._in_flight = in_flight
-        self._starting: dict[str, str] = {}
-        self._asked: set[str] = set()
-
-    def starting(self, execution: Execution) -> None:
-        """A stop that comes from here on is for this run, although its job is not in flight yet."""
-        with self._lock:
-            self._starting[execution.id] = execution.job_id
-
-    def all_started(self) -> None:
-        """Each run that was being started is in flight by now, or will not be."""
-        with self._lock:
-            self._asked.difference_update(job_id for job_id in self._starting.values() if job_id not in self._in_flight)
-            self._starting.clear()
-
-    def ask(self, job_id: str) -> None:
-        with self._lock:
-            if job_id in self._in_flight or job_id in self._starting.values():
-                self._asked.add(job_id)
-
-    def ask_execution(self, execution_id: str) -> None:
-        with self._lock:
-            running = {job.run.execution.id: job.run.job.id for job in self._in_flight.snapshot()}
-            job_id = (self._starting | running).get(execution_id)
-            if job_id is not None:
-                self._asked.add(job_id)
-
-    def is_asked(self, job_id: str) -> bool:
-        return job_id in self._asked
-
-    def forget(self, job_id: str) -> None:
-        with self._lock:
-            self._asked.discard(job_id)

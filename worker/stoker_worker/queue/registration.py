@@ -31,7 +31,7 @@ from stoker_worker.periodic import Periodic
 from stoker_worker.ports import Serving
 from stoker_worker.process_identity import ProcessIdentity
 from stoker_worker.queue.client import lua, shut_down
-from stoker_worker.queue.in_flight import StopRequests
+from stoker_worker.queue.in_flight import JobsInFlight
 from stoker_worker.queue.json_job import OF_THE_RUN, JobRun, JsonJob
 from stoker_worker.queue.lease import Lease
 
@@ -78,7 +78,7 @@ class RqRegistration(BaseWorker):
         worker_ttl_s: float,
         execution_ttl_s: int,
         heartbeat_s: float,
-        stop_requests: StopRequests,
+        in_flight: JobsInFlight[Any],
     ) -> None:
         """
         Args:
@@ -87,7 +87,7 @@ class RqRegistration(BaseWorker):
         """
         self._stopped_on = threading.local()
         self._is_unsubscribing = threading.Event()
-        self.stop_requests = stop_requests
+        self.in_flight = in_flight
         super().__init__(
             queues,
             name=name,
@@ -216,9 +216,9 @@ class RqRegistration(BaseWorker):
         if command == "shutdown" and self.on_shutdown is not None:
             self.on_shutdown()
         elif command == "stop-job":
-            self.stop_requests.ask(str(payload.get("job_id", "")))
+            self.in_flight.ask_to_stop(str(payload.get("job_id", "")))
         elif command == "stop-execution":
-            self.stop_requests.ask_execution(str(payload.get("execution_id", "")))
+            self.in_flight.ask_to_stop_execution(str(payload.get("execution_id", "")))
         else:
             self._ignore(repr(command)[:_MOST_SHOWN])
 

@@ -15,9 +15,8 @@ from rq.suspension import is_suspended
 
 from stoker_worker.placement.placement import Placement
 from stoker_worker.ports import Busy, ClaimedJob, DataLoss, QueuePort, SequenceProgress, Serving, TextSoFar
-from stoker_worker.queue.cascade import Cascade
 from stoker_worker.queue.claim import Claimer, ClaimOrder
-from stoker_worker.queue.claimed_job import QueueParts, RqClaimedJob
+from stoker_worker.queue.claimed_job import RqClaimedJob
 from stoker_worker.queue.client import as_redis_unavailable, hang_up, shorten
 from stoker_worker.queue.end import JobFinish
 from stoker_worker.queue.housekeeping import Housekeeping
@@ -25,10 +24,8 @@ from stoker_worker.queue.in_flight import JobsInFlight
 from stoker_worker.queue.lease import Lease
 from stoker_worker.queue.members import Members
 from stoker_worker.queue.ownership import Ownership
-from stoker_worker.queue.progress import JobStreams, ProgressMeta
 from stoker_worker.queue.recover import Recoverer
 from stoker_worker.queue.registration import HeartbeatWriter, RqRegistration
-from stoker_worker.queue.requeue import Requeue
 from stoker_worker.queue.start import JobStart
 
 log = logging.getLogger(__name__)
@@ -60,22 +57,16 @@ class RqQueue(QueuePort):
         self._lease = lease
         self._queues = queues = registration.queue_names()
         self._in_flight = in_flight
-        self._ownership = Ownership(connection, lease)
         placement = Placement(connection, queues if lease.shared else (), worker_name=registration.name)
         self._members = members = Members(connection, lease, ttl_s=lease.ttl_s)
-        self._job_finish = JobFinish(connection, registration, self._ownership, placement)
-        self._requeue = Requeue(connection, lease)
-        self._progress = ProgressMeta(connection)
-        self._streams = JobStreams(connection)
-        job_finish, stops = self._job_finish, registration.stop_requests
-        own, streams, progress = self._ownership, self._streams, self._progress
-        onward = Cascade(connection, own)
-        self._parts = parts = QueueParts(own, job_finish, onward, self._requeue, streams, progress, stops, in_flight)
-        self._job_start = JobStart(connection, registration, lease, parts)
+        self._ownership = Ownership(connection, lease)
+        self._job_finish = ends = JobFinish(connection, registration, self._ownership, placement)
+        self._streams, self._progress = ends.streams, ends.progress
+        self._job_start = JobStart(connection, registration, lease, ends)
         self._recoverer = Recoverer(connection, lease, members)
         self._housekeeping = Housekeeping(connection, lease, members, placement)
         claimers = {name: Claimer(connection, name, lease, placement, patience_s=patience_s) for name in queues}
-        self._claim_order = ClaimOrder(claimers, members, self._job_start, self._requeue, in_flight)
+        self._claim_order = ClaimOrder(claimers, members, self._job_start, ends.requeue, in_flight)
         self._to_announce: Serving | None = None
         self._suspended = False
         self._in_doubt = False
@@ -105,7 +96,7 @@ class RqQueue(QueuePort):
             # What was started is ours, and runs only if it is returned. The rest is put back before the next claim.
             log.warning("a claim broke off (%s: %s)", type(error).__name__, error)
         finally:
-            self._registration.stop_requests.all_started()
+            self._in_flight.all_started()
         for job in claimed:
             if job.run.job.is_listened_to:
                 self._streams.open(job.claim_number, job.run)
@@ -228,7 +219,7 @@ class RqQueue(QueuePort):
             self._lease.leave()
 
     def _is_withdrawn(self, job: RqClaimedJob, still_runs: bool) -> bool:
-        if self._registration.stop_requests.is_asked(job.job_id):
+        if self._in_flight.is_to_stop(job.job_id):
             return True
         return not still_runs and self._ownership.of(job.run) != "ours"
 

@@ -45,9 +45,9 @@ from stoker_worker.events import log_failure
 from stoker_worker.placement.placement import Writes
 from stoker_worker.ports import Delivery, LastVersion
 from stoker_worker.queue.cascade import model_of
-from stoker_worker.queue.claimed_job import QueueParts, RqClaimedJob
+from stoker_worker.queue.claimed_job import RqClaimedJob
 from stoker_worker.queue.client import lua
-from stoker_worker.queue.end import FOREIGN_ID, is_the_jobs
+from stoker_worker.queue.end import FOREIGN_ID, JobFinish, is_the_jobs
 from stoker_worker.queue.json_job import JobRun, JsonJob, is_rqs, raw
 from stoker_worker.queue.lease import Lease
 from stoker_worker.queue.registration import RqRegistration
@@ -66,16 +66,17 @@ _READS: Final = 10
 class JobStart:
     """Reads claimed jobs, starts them in RQ's terms, and numbers them."""
 
-    def __init__(self, connection: Redis, registration: RqRegistration, lease: Lease, parts: QueueParts) -> None:
+    def __init__(self, connection: Redis, registration: RqRegistration, lease: Lease, ends: JobFinish) -> None:
         """
         Args:
-            parts: given to each claimed job; a job that cannot be run is ended with them.
+            ends: given to each claimed job; it also ends a job that cannot be run.
         """
-        self._parts = parts
+        self._ends = ends
+        self._in_flight = registration.in_flight
         self._connection = connection
         self._lease = lease
         self._transaction = StartTransaction(connection, registration, lease)
-        self._last_resort = parts.job_finish.last_resort
+        self._last_resort = ends.last_resort
         self._claim_numbers = itertools.count()
 
     def start(self, queue_name: str, job_id: str, last: LastVersion | None) -> RqClaimedJob | None:
@@ -163,16 +164,17 @@ class JobStart:
             last=last,
             was_saving=rq_job.was_saving,
             run=replace(run, writes=Writes.of(request, last.number if last else 0)),
-            parts=self._parts,
+            ends=self._ends,
+            in_flight=self._in_flight,
         )
 
     def _refuse(self, run: JobRun, error: StokerError) -> None:
         for tries_left in (2, 1, 0):  # a refused job is in no table: nobody else tries again after a lost connection
             try:
-                self._parts.job_finish.fail(run, error)
+                self._ends.fail(run, error)
                 return
             except OwnershipLost:  # it was withdrawn just now
-                self._parts.ownership.let_go(run)
+                self._ends.ownership.let_go(run)
                 return
             except RedisError:
                 if not tries_left:
@@ -241,7 +243,7 @@ class StartTransaction:
             rq_job, registration.execution_ttl_s, pipeline=pipeline, worker_name=registration.name
         )
         tried.append(execution)
-        registration.stop_requests.starting(execution)
+        registration.in_flight.starting(execution)
         if rq_job.stamp:
             pipeline.hset(execution.key, FIELD_DELIVERY, rq_job.stamp)
         rq_job.prepare_for_execution(registration.name, pipeline=pipeline)
