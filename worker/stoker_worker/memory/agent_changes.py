@@ -47,7 +47,7 @@ _READ_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True)
 class Asked:
-    """Who asks for a change, and on what condition.
+    """The delivery that asks for a change, and the condition of it.
 
     Attributes:
         delivery: ``None``: a command of the shell asks.
@@ -76,7 +76,7 @@ class Asked:
         """`agent`: number of the changed agent, or `FORGETTER`."""
         if (key := self.key(agent_id)) is not None:
             until = time.time() + transcripts.UNTIL_ENDED_S
-            transcripts.remember_answer(connection, agent, key, result.model_dump(mode="json"), until, version=version)
+            transcripts.remember_answer(connection, agent, key, result.model_dump_json(), until, version=version)
 
 
 BY_COMMAND: Final = Asked()
@@ -84,7 +84,7 @@ BY_COMMAND: Final = Asked()
 
 @contextmanager
 def naming(agent_id: str) -> Iterator[None]:
-    """Damage as the error that names the agent."""
+    """Turns damage into the error that names the agent."""
     try:
         yield
     except Damaged as damage:
@@ -92,7 +92,7 @@ def naming(agent_id: str) -> Iterator[None]:
 
 
 def exists(parts: StoreParts, agent_id: str) -> bool:
-    """Whether there is such an agent, whole or damaged. Raises `AgentTranscriptUnreadable`, `OSError`."""
+    """The agent exists, whole or damaged. Raises `AgentTranscriptUnreadable`, `OSError`."""
     with naming(agent_id), parts.database.snapshot() as connection:
         return transcripts.find_agent(connection, agent_id) is not None
 
@@ -114,7 +114,7 @@ def readable(connection: Connection, agent_id: str) -> AgentState:
 
 
 def check_vacant(connection: Connection, agent_id: str) -> None:
-    """Whether an agent of this id can be made.
+    """Raises unless an agent of this id can be made.
 
     Raises:
         AgentExists: it exists.
@@ -130,7 +130,7 @@ def check_vacant(connection: Connection, agent_id: str) -> None:
 
 
 def version_of(connection: Connection, record: TurnRecord, result: AgentResult | None = None) -> NextVersion:
-    """The record as the agent's next version, with the answer to the job that asked for it."""
+    """Makes the agent's next version of a record, with the answer to the job that asked for it."""
     cache = record.about.cache
     layout = None if cache is None else cache_index.read_model(connection, cache.model)
     answer = None if result is None or record.delivery is None else result.model_dump_json()
@@ -199,7 +199,7 @@ def fork_agent(parts: StoreParts, source: str, target: str, asked: Asked = BY_CO
 
     try:
         with naming(target):
-            parts.commit_next(lambda: next_version, change)
+            parts.commit_next(next_version, change)
     except AgentExists:
         raise  # its files have the same names
     except Exception:
@@ -289,7 +289,7 @@ def _commit(parts: StoreParts, going: _Going) -> None:
         write_with_cache(connection, row, record, going.chain, keep_versions=asked.keep_versions)
         asked.remember(connection, row.number, back.agent_id, back, version=back.version)
 
-    parts.commit_next(lambda: going.next, change)
+    parts.commit_next(going.next, change)
     parts.pieces.remove(parts.pieces.paths(back.agent_id, back.from_version))
 
 
@@ -362,7 +362,7 @@ def forget_agent(
             version = None
         else:
             version = _empty_version(parts, agent_id, asked)
-            removed = parts.commit_next(lambda: version, change)
+            removed = parts.commit_next(version, change)
     if removed is None:  # here it is removed later
         assert version is not None
         assert version.result is not None

@@ -248,7 +248,7 @@ def state_fits(spec: ModelCacheSpec, states: tuple[LayerState, ...], n_tokens: i
 
 
 def _kv_shapes(spec: ModelCacheSpec, n_tokens: int) -> list[tuple[tuple[int, int, int], tuple[int, int, int]]]:
-    """Of keys and values of each full-attention layer."""
+    """The shapes of keys and values of each full-attention layer."""
     return [((x.n_kv_heads, n_tokens, x.key_dim), (x.n_kv_heads, n_tokens, x.value_dim)) for x in spec.full_layers]
 
 
@@ -413,7 +413,7 @@ class CachePiece:
 
 
 def is_intact(file: FileIO) -> bool:
-    """Whether the checksum of a cache file, of any piece, matches."""
+    """Returns whether the checksum of a cache file, of any piece, matches."""
     file.seek(0)
     head = bytearray(file.read(_CHECKSUM_AT + 32))
     stored = bytes(head[_CHECKSUM_AT:])
@@ -444,7 +444,7 @@ def _bytes_of(array: Array) -> memoryview:
 
 
 MOST_SNAPSHOTS: Final = 2
-"""Of one version: one before the prompt's last token, and one at the end of the turn."""
+"""A version has at most two: one before the prompt's last token, and one at the end of the turn."""
 
 Pieces = Mapping[Path, Iterable[Chunk]]
 """The tail and the snapshots of a version: the bytes of each file."""
@@ -495,7 +495,7 @@ class PieceFolder:
         return self._path(agent_id, version, f"snapshot-{index}")
 
     def paths(self, agent_id: str, version: int) -> list[Path]:
-        """Where the tail and the snapshots of this version may be, in this order."""
+        """The places of the tail and the snapshots of this version, in this order. Not all need be there."""
         snapshots = (self.snapshot_path(agent_id, version, index) for index in range(MOST_SNAPSHOTS))
         return [self.tail_path(agent_id, version), *snapshots]
 
@@ -524,7 +524,7 @@ class PieceFolder:
 
 
 def _has_size(path: Path, n_bytes: int) -> bool:
-    """Whether the file is there, and not cut short. Its content is verified when it is loaded, not here."""
+    """Returns whether the file is there, and not cut short. Its content is verified when it is loaded, not here."""
     try:
         return path.stat().st_size == n_bytes
     except FileNotFoundError:

@@ -48,7 +48,7 @@ _COLUMNS: Final = "lower(hex(address)), lower(hex(parent)), CAST(model AS TEXT),
 _BLOCK: Final = f"SELECT {_COLUMNS}, {_N_USERS} FROM blocks"
 
 HAS_CACHE: Final = "(piece_bytes > 0 OR last_block IS NOT NULL)"
-"""Of an agent, as in the index `agents_with_cache`."""
+"""The condition of the index `agents_with_cache`: the agent has cache on disk."""
 
 COUNTED_BYTES: Final = (
     "((SELECT coalesce(sum(n_bytes), 0) FROM blocks) + (SELECT coalesce(sum(piece_bytes), 0) FROM agents))"

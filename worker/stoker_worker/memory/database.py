@@ -48,7 +48,7 @@ def checksum(body: bytes) -> bytes:
 
 
 def row_checksum(columns: Iterable[str | bytes | int | float | None]) -> bytes:
-    """Of the columns in order: of each its type, its length and its bytes, so that no two rows give the same input."""
+    """The checksum of columns in order. Each adds its type, its length and its bytes, so no two rows give one input."""
     parts: list[bytes] = []
     for value in columns:
         data = value if isinstance(value, bytes) else b"" if value is None else str(value).encode()
@@ -57,12 +57,12 @@ def row_checksum(columns: Iterable[str | bytes | int | float | None]) -> bytes:
 
 
 def key_of(agent_id: str) -> bytes:
-    """The second name of an agent."""
+    """The hash by which an agent is found a second time."""
     return hashlib.sha256(agent_id.encode()).digest()
 
 
 def agent_checksum(number: int, agent_id: str, version: int, head: bytes, unsaved: int) -> bytes:
-    """Of an agent's row."""
+    """The checksum of an agent's row."""
     if not (type(agent_id) is str and type(version) is type(unsaved) is int and type(head) is bytes):
         return row_checksum((number, agent_id, version, head, unsaved))  # a damaged row
     # The same, twice as fast: a list of agents checks every row.
@@ -72,7 +72,7 @@ def agent_checksum(number: int, agent_id: str, version: int, head: bytes, unsave
 
 
 class Cursor(Protocol):
-    """What `Connection.execute` returns."""
+    """The result of `Connection.execute`."""
 
     def fetchone(self) -> Any: ...
     def fetchall(self) -> list[Any]: ...
@@ -81,8 +81,8 @@ class Cursor(Protocol):
 
 
 class Connection(Protocol):
-    """As much of `sqlite3.Connection` as this package uses. Rows are tuples; every statement commits by itself, unless
-    a transaction was begun."""
+    """The part of `sqlite3.Connection` that this package uses. Rows are tuples; every statement commits by itself,
+    unless a transaction was begun."""
 
     def execute(self, sql: str, parameters: Any = (), /) -> Cursor: ...
     def close(self) -> None: ...
@@ -144,7 +144,7 @@ def configure(connection: Connection) -> None:
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """SQLite's errors as ours.
+    """Raises SQLite's errors as ours.
 
     Raises:
         DatabaseFailed: it may pass.

@@ -24,7 +24,7 @@ HOW_TO_GO_ON: Final = (
     "that is whole with 'stoker-worker memory salvage'"
 )
 COMPANIONS: Final = ("-journal", "-wal", "-shm")
-"""What SQLite may put beside a database: the ends of their names."""
+"""The ends of the names of files that SQLite may put beside a database."""
 _DECIDED: Final = f"{NAME}.new-"
 _KEPT: Final = f"{NAME}.replaced-"
 
@@ -274,7 +274,7 @@ def _value(connection: Connection, sql: str) -> Any:
 
 
 def _digest(connection: Connection) -> bytes:
-    """Of the tables and indexes, their SQL and the pages at which they begin."""
+    """A digest of the tables and indexes, their SQL and the pages at which they begin."""
     rows = connection.execute("SELECT type, name, tbl_name, rootpage, sql FROM sqlite_schema ORDER BY name").fetchall()
     return hashlib.sha256(repr([tuple(row) for row in rows]).encode()).digest()
 

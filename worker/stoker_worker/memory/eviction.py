@@ -163,7 +163,7 @@ class Holds:
         self._running, self._waiting = running, waiting
 
     def has_work(self, agent_id: str) -> bool:
-        """Whether the agent has, or may have, work that runs or waits."""
+        """Returns whether the agent has, or may have, work that runs or waits."""
         return not self._is_all or any(agent_id in agents for agents in (self._running, self._waiting, self._in_use))
 
     @contextmanager
@@ -195,7 +195,7 @@ class Holds:
                 self._lent -= Counter(blocks)
 
     def is_held(self, address: str, *, but_by: str) -> bool:
-        """Whether work of another agent counts on the block."""
+        """Returns whether work of another agent counts on the block."""
         with self.lock:
             others = self.agents() - {but_by}
             return address in self._lent or any(address in self._held.get(agent_id, ()) for agent_id in others)
@@ -210,7 +210,7 @@ class Holds:
         return self._running.union(self._waiting, self._in_use)
 
     def is_running(self, agent_id: str) -> bool:
-        """Whether the agent may lose nothing. With `lock` held."""
+        """Returns whether the agent may lose nothing. With `lock` held."""
         return agent_id in self._running or agent_id in self._in_use
 
     def waits(self, agent_id: str) -> bool:
@@ -364,7 +364,7 @@ class DiskBudget:
         """The agent's new version is committed, and its blocks with it; ``None``: blocks of a job without an agent.
 
         Args:
-            n_bytes: how much the store has grown at most. Only when it may be over its limit is more looked at.
+            n_bytes: how much the store has grown at most. The rest is only checked when it may be over its limit.
         """
         if agent_id is not None:
             self._notes.saved(agent_id)
@@ -471,7 +471,7 @@ class DiskBudget:
         self._look_again(total)
 
     def _look_again(self, total: int) -> None:
-        """When there is no room left, or after a second."""
+        """Schedule the next look: when there is no room left, or after a second."""
         is_over = total > self.max_bytes
         with self.holds.lock:
             self._room_bytes = self.max_bytes - total

@@ -116,11 +116,11 @@ class DurableWriter:
             raise
 
     def left_behind(self) -> list[Path]:
-        """What processes that are gone left in the temp folder."""
+        """The files of dead processes in the temp folder."""
         return [path for path in self._temp_folder.iterdir() if not _is_alive(path.name.partition("-")[0])]
 
     def clear(self) -> None:
-        """Remove what processes that are gone left in the temp folder."""
+        """Remove the files of dead processes from the temp folder."""
         for path in self.left_behind():
             if path.is_dir() and not path.is_symlink():
                 self.files.remove_folder(path)
@@ -129,7 +129,7 @@ class DurableWriter:
 
 
 def _is_alive(pid: str) -> bool:
-    """Whether there is such a process, other than this one: what this process left before belongs to a namesake."""
+    """Returns whether another process of this id runs. Files of this process's own id are an earlier process's."""
     if not pid.isdecimal() or int(pid) == os.getpid():
         return False
     try:
@@ -142,7 +142,7 @@ def _is_alive(pid: str) -> bool:
 
 
 def is_there(path: Path) -> bool:
-    """Whether the file can be seen. Never raises, as `Path.exists` does for lack of permission."""
+    """Returns whether the file can be seen. Never raises, as `Path.exists` does for lack of permission."""
     try:
         path.stat()
     except OSError:
@@ -151,7 +151,7 @@ def is_there(path: Path) -> bool:
 
 
 def allocated_bytes(path: Path) -> int:
-    """Of a file on its disk; 0 if it is not there. Raises `OSError`."""
+    """The bytes that a file takes on its disk; 0 if it is not there. Raises `OSError`."""
     try:
         return path.stat().st_blocks * 512
     except FileNotFoundError:

@@ -76,7 +76,7 @@ class StoreLock:
 
 
 def is_in_use(path: Path) -> bool:
-    """Whether a process has the store's `StoreLock`. Raises `OSError`."""
+    """Returns whether a process has the store's `StoreLock`. Raises `OSError`."""
     lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         return not _try_lock(lock)

@@ -88,7 +88,7 @@ class _Step:
 
 @dataclass
 class DiskPrefix:
-    """What a lookup found: `n_tokens` of `layers` are filled and verified; `faults` in the order met.
+    """The result of a lookup: `n_tokens` of `layers` are filled and verified; `faults` in the order met.
 
     Attributes:
         room: the memory that `layers` are views of; ``None``: they have their own.
@@ -220,7 +220,7 @@ class _Target:
     def load(self, step: _Step, start: int) -> Fault | None:
         """Verify one file and put the used part of it at `start`; after a fault the arrays hold anything there.
 
-        Where there is a place for the rest, that is read too: it costs less than another copy of the used part.
+        The rest is read too if there is a place for it: that costs less than another copy of the used part.
         """
         if self._before_each is not None:
             self._before_each()

@@ -79,7 +79,7 @@ def _base_of(array: Array) -> Array:
 _log = logging.getLogger(__name__)
 
 DEFAULT_SHARE: Final = 1 / 16
-"""Of the machine's RAM: the model and the batch need the rest."""
+"""The share of the machine's RAM: the model and the batch need the rest."""
 
 MOST_AGENTS: Final = 2048
 """A cache of a few tokens is read from disk as fast, and many of them would take memory that no limit counts right."""

@@ -200,7 +200,7 @@ class ReadAhead:
             return self._reading
 
     def _choose(self, used_last: Iterator[str]) -> bool:
-        """Whether there is an agent to read now: `_reading`."""
+        """Sets `_reading` to the agent to read now; returns whether there is one."""
         soon = (name for name in self._order if name not in self._tried and self._sizes.get(name) != 0)
         names = itertools.chain(soon, used_last if self._fills else ())
         self._reading = next((name for name in names if name not in self._ram_cache), None)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from stoker_shared.errors import StoreUnusable
 from stoker_worker.memory.blocks import BlockFolder, PieceFolder
@@ -65,14 +65,14 @@ class Forgotten:
 NEVER_MADE = Forgotten()
 
 
-class Replica(Protocol):
-    """The shared store behind a store's database, which is a copy of it.
+class Replica:
+    """The shared store behind a store's database, which is a copy of it; of this class itself: there is none.
 
     Attributes:
         is_shared: whether there is a shared store.
     """
 
-    is_shared: bool
+    is_shared = False
 
     def publish(self, version: NextVersion) -> None:
         """Make this the agent's newest version in the shared store.
@@ -81,15 +81,13 @@ class Replica(Protocol):
             VersionTaken: there is another one of this number, or a newer one.
             SharedStoreAway: it may be there or not.
         """
-        ...
 
     def committed(self, connection: Connection, version: NextVersion) -> None:
         """In the transaction that makes it the newest version here."""
-        ...
 
     def forgotten(self, agent_id: str) -> Forgotten:
         """The agent, which is unknown here, as the last look found it in the shared store."""
-        ...
+        return NEVER_MADE
 
     def result_in(self, agent_id: str, version: int, key: bytes) -> str | None:
         """The answer to the delivery of this key, from the version in the shared store; ``None``: it is not there any
@@ -98,32 +96,11 @@ class Replica(Protocol):
         Raises:
             SharedStoreAway, Damaged: that cannot be known.
         """
-        ...
+        return None
 
     def expire(self, agent_id: str, unused_s: float) -> bool:
         """Returns whether the agent may be removed here, where it was unused for so long. It is forgotten everywhere if
         its newest version is as old."""
-        ...
-
-
-class Alone(Replica):
-    """There is no shared store."""
-
-    is_shared = False
-
-    def publish(self, version: NextVersion) -> None:
-        pass
-
-    def committed(self, connection: Connection, version: NextVersion) -> None:
-        pass
-
-    def forgotten(self, agent_id: str) -> Forgotten:
-        return NEVER_MADE
-
-    def result_in(self, agent_id: str, version: int, key: bytes) -> str | None:
-        return None
-
-    def expire(self, agent_id: str, unused_s: float) -> bool:
         return True
 
 
@@ -132,7 +109,7 @@ class StoreParts:
     """An open store.
 
     Attributes:
-        replica: what it is a copy of.
+        replica: the shared store that it is a copy of, if there is one.
     """
 
     path: Path
@@ -141,13 +118,13 @@ class StoreParts:
     writer: DurableWriter
     blocks: BlockFolder
     pieces: PieceFolder
-    replica: Replica = field(default_factory=Alone)
+    replica: Replica = field(default_factory=Replica)
 
     @property
     def temp(self) -> Path:
         return self.path / "tmp"
 
-    def commit_next(self, version: Callable[[], NextVersion], change: Callable[[Connection], T]) -> T | None:
+    def commit_next(self, version: NextVersion, change: Callable[[Connection], T]) -> T | None:
         """Make the version the agent's newest one, there and here, by the transaction of `change`.
 
         Returns:
@@ -160,19 +137,22 @@ class StoreParts:
         """
         if not self.replica.is_shared:
             return self.database.commit(change)
-        made = version()
-        self.replica.publish(made)
+        self.replica.publish(version)
 
         def run(connection: Connection) -> T:
             result = change(connection)
-            self.replica.committed(connection, made)
+            self.replica.committed(connection, version)
             return result
 
         try:
             return self.database.commit(run)
         except Exception as error:
-            name, number = made.agent_id, made.number
-            _log.warning("agent %r: version %d is in the shared store, and comes here later: %s", name, number, error)
+            _log.warning(
+                "agent %r: version %d is in the shared store, and comes here later: %s",
+                version.agent_id,
+                version.number,
+                error,
+            )
             return None
 
     def close(self) -> None:

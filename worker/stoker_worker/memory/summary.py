@@ -15,7 +15,7 @@ _OTHER_USER = (
     " SELECT 1 FROM agents WHERE last_block = ?1 AND number != ?3"
     " UNION ALL SELECT 1 FROM below JOIN agents ON agents.last_block = below.address LIMIT 1"
 )
-"""Whether an agent other than ?3 uses the block ?1, which ?2 follows in the chain of ?3."""
+"""Finds a row if an agent other than ?3 uses the block ?1, which ?2 follows in the chain of ?3."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class AgentSummary:
 
     @classmethod
     def of(cls, connection: Connection, state: AgentState) -> Self:
-        """Of an agent that exists (`state.row`). Raises `sqlite3.Error`."""
+        """The summary of an agent that exists (`state.row`). Raises `sqlite3.Error`."""
         row, transcript = state.row, state.version.transcript
         assert row is not None
         names = ("turns", "transcript_bytes", "piece_bytes", "last_used")

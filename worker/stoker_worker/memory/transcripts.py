@@ -1,4 +1,4 @@
-"""What agents have said, in the database of a store: agents, their versions, and the answers to their jobs. Any thread.
+"""The agents of a store in its database: their transcripts in versions, and the answers to their jobs. Any thread.
 
 A version is a record: how much of its parent's token ids, messages and text it keeps, and what follows. So its size
 does not grow with the conversation. Every `FULL_EVERY` versions it is the whole transcript, so that an agent of ten
@@ -38,7 +38,7 @@ COLUMNS: Final = (
     "version, parent, delivery, about, keep_tokens, keep_messages, keep_text, new_tokens, new_messages, new_text, "
     "checksum"
 )
-"""Of a row, in the order of `TurnRecord.to_row`."""
+"""The columns of a version, in the order of `TurnRecord.to_row`."""
 
 MadeBy = Literal["turn", "fork", "rollback", "closed"]
 """``closed``: the version before it again, so that no version that is on its way can take its number."""
@@ -72,7 +72,7 @@ class About:
 
 
 def answer_until(about: str) -> float:
-    """Of the column `about` of a row. Raises `Damaged`."""
+    """Reads it from the column `about` of a row. Raises `Damaged`."""
     try:
         return _ABOUT.validate_json(about).answer_until
     except ValidationError:
@@ -302,7 +302,7 @@ def read_version(connection: Connection, row: AgentRow, version: int) -> tuple[T
 
 
 def is_newest(connection: Connection, row: AgentRow, delivery: bytes) -> bool:
-    """Whether the delivery of this key made the newest version."""
+    """Returns whether the delivery of this key made the newest version."""
     sql = "SELECT 1 FROM turns WHERE agent = ? AND version = ? AND delivery = ?"
     return connection.execute(sql, (row.number, row.version, delivery)).fetchone() is not None
 
@@ -416,7 +416,7 @@ def find_agent(connection: Connection, agent_id: str) -> AgentRow | None:
 
 
 def has_agents(connection: Connection) -> bool:
-    """Whether one has a version: without, there is nothing to share."""
+    """Returns whether an agent has a version: without, there is nothing to share."""
     return connection.execute("SELECT 1 FROM agents WHERE version > 0 LIMIT 1").fetchone() is not None
 
 
@@ -607,11 +607,9 @@ def read_answer(connection: Connection, agent: int, key: bytes) -> Mapping[str, 
     return None
 
 
-def remember_answer(
-    connection: Connection, agent: int, key: bytes, result: Mapping[str, Any], until: float, *, version: int
-) -> None:
-    """Keep the answer of the delivery that made this version, until then (Unix time)."""
-    text = f"{version} {json.dumps(result)}"
+def remember_answer(connection: Connection, agent: int, key: bytes, result: str, until: float, *, version: int) -> None:
+    """Keep the answer (as JSON) of the delivery that made this version, until then (Unix time)."""
+    text = f"{version} {result}"
     connection.execute(
         "INSERT OR REPLACE INTO deliveries (agent, key, result, expires, checksum) VALUES (?, ?, ?, ?, ?)",
         (agent, key, text, until, row_checksum((agent, key, text))),
@@ -629,8 +627,8 @@ def note_ended(connection: Connection, agent: int, key: bytes, ended: Ended) -> 
 
 
 def job_has_ended(connection: Connection, agent: int, version: int) -> None:
-    """Of the job that made this version, on whatever machine, because a newer one is there: jobs of an agent run one
-    after the other. Its answer is kept for as long as a result lives."""
+    """The job that made this version has ended, on whatever machine, because a newer version is there: jobs of an agent
+    run one after the other. Its answer is kept for as long as a result lives."""
     made_it = "SELECT delivery FROM turns WHERE agent = ?1 AND version = ?2"
     sql = f"UPDATE deliveries SET expires = min(expires, ?3) WHERE agent = ?1 AND key = ({made_it})"
     connection.execute(sql, (agent, version, time.time() + KEEP_ENDED_S))

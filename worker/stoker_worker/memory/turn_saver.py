@@ -133,7 +133,7 @@ def make_record(
 
 
 def cached_prefix(chain: BlockChain, snapshots: tuple[int, ...] = ()) -> CachedPrefix:
-    """What the version's record has of the cache of `chain`."""
+    """The entry of a version's record for the cache of `chain`."""
     return CachedPrefix(chain.model, chain.salt, len(chain.token_ids), chain.last, snapshots)
 
 
@@ -143,7 +143,7 @@ def chain_of(cache: CachedPrefix, token_ids: tuple[int, ...]) -> BlockChain:
 
 
 def are_snapshots(counts: Sequence[int], most_tokens: int) -> bool:
-    """Whether a version's snapshots may be after these numbers of tokens."""
+    """Returns whether a version's snapshots may be after these numbers of tokens."""
     return len(counts) <= MOST_SNAPSHOTS and all(x < y for x, y in pairwise([0, *counts, most_tokens + 1]))
 
 
@@ -162,7 +162,7 @@ def _check(turn: Turn, cache: CacheSlice) -> None:
 
 
 LOG_BYTES: Final = 1 << 17
-"""What a transaction may add to the write-ahead log, beside long texts."""
+"""Most bytes that a transaction adds to the write-ahead log, beside long texts."""
 
 _ROW_BYTES: Final = 32
 """For each new token and its text, in the log and in the database."""
@@ -233,9 +233,9 @@ class TurnSaver:
             piece_bytes = self._pieces.write(pieces)
         except OSError as error:
             raise CacheNotWritten(error) from error
-        written = _Written(turn, chain, record_of(turn, chain), sizes, piece_bytes)
+        written = _Written(turn, chain, record_of(turn, chain), json.dumps(turn.result), sizes, piece_bytes)
         try:
-            self._parts.commit_next(written.next_version, partial(self._commit, written=written))
+            self._parts.commit_next(written.next_version(), partial(self._commit, written=written))
         except AgentVersionConflict:
             raise  # the newest version's files may have the same names
         except Exception:
@@ -263,7 +263,9 @@ class TurnSaver:
         cache_index.set_piece_bytes(connection, row.number, written.piece_bytes, known=row.piece_bytes)
         assert record.delivery is not None  # a job made it
         until = record.about.answer_until
-        transcripts.remember_answer(connection, row.number, record.delivery, turn.result, until, version=record.version)
+        transcripts.remember_answer(
+            connection, row.number, record.delivery, written.result, until, version=record.version
+        )
         if turn.model.fingerprint not in self._known_models and turn.model.has_memory:
             cache_index.note_model(connection, turn.model.fingerprint, turn.model.spec.describe())
 
@@ -284,6 +286,7 @@ class _Written:
 
     Attributes:
         chain: of the tokens that are cached.
+        result: the job's, as JSON.
         sizes: allocated bytes of blocks, by their index in `chain`.
         piece_bytes: allocated bytes of the tail and the snapshots.
     """
@@ -291,18 +294,18 @@ class _Written:
     turn: Turn
     chain: BlockChain | None
     record: TurnRecord
+    result: str
     sizes: Mapping[int, int]
     piece_bytes: int
 
     def next_version(self) -> NextVersion:
-        turn, record, model = self.turn, self.record, self.turn.model
-        layout = model.spec.describe() if record.about.cache is not None else None
-        result = json.dumps(turn.result)
-        return NextVersion(turn.agent_id, turn.version, record, record.delivery, result, layout)
+        turn, record = self.turn, self.record
+        layout = turn.model.spec.describe() if record.about.cache is not None else None
+        return NextVersion(turn.agent_id, turn.version, record, record.delivery, self.result, layout)
 
 
 def _n_bytes(turn: Turn) -> int:
-    """Of its cache files and its transaction, about."""
+    """The approximate size of its cache files and its transaction."""
     spec, cache = turn.model.spec, turn.cache
     n_bytes = LOG_BYTES + _ROW_BYTES * len(turn.transcript.token_ids)
     if cache is None:

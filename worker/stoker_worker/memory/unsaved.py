@@ -24,7 +24,7 @@ from stoker_worker.memory.locks import working_on
 
 NAME: Final = "agents.unsaved"
 _NOTE_BYTES: Final = 1024
-"""Of a note: a checksum and the agent's id, which has 800 bytes at most."""
+"""The size of a note: a checksum and the agent's id, which has 800 bytes at most."""
 _BLANK: Final = b"\n" * _NOTE_BYTES
 """No zeros: a file system may keep no space for them."""
 _RESERVED: Final = 128 * _NOTE_BYTES

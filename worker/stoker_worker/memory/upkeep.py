@@ -71,7 +71,7 @@ def _has_block(connection: Connection, name: re.Match[str]) -> bool:
 
 
 def _has_piece(connection: Connection, name: re.Match[str]) -> bool:
-    """Whether it belongs to the newest version of an agent."""
+    """Returns whether the file belongs to the newest version of an agent."""
     key = bytes.fromhex(name[1])
     sql = "SELECT 1 FROM agents INDEXED BY agents_by_key WHERE key BETWEEN ? AND ? AND version = ?"
     return connection.execute(sql, (key, key + b"\xff" * 16, int(name[2]))).fetchone() is not None
@@ -222,7 +222,7 @@ class Upkeep:
         return budget.holds.has_work(agent_id) or budget.place_of(agent_id) < budget.place_of(_NO_AGENT)
 
     def _takes(self, taken: ExitStack, agent_id: str, for_s: float) -> bool:
-        """Whether the agent is whole and unused. It is nobody else's until `taken` ends."""
+        """Returns whether the agent is whole and unused. No other process works on it until `taken` ends."""
         try:
             taken.enter_context(working_on(self._parts.path, agent_id))
             with self._database.snapshot() as connection:

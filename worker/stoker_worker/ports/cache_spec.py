@@ -141,7 +141,7 @@ class ModelCacheSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of the full-attention layers, in the model's own precision."""
+        """Bytes of the full-attention layers, in the model's own precision."""
         return sum(layer.elements_per_token for layer in self.full_layers) * ITEM_BYTES[self.dtype]
 
     @property
@@ -149,7 +149,7 @@ class ModelCacheSpec:
         return self.bytes_per_token * BLOCK_TOKENS
 
     def snapshot_bytes(self, n_tokens: int) -> int:
-        """Of all snapshot layers after `n_tokens` tokens."""
+        """Bytes of all snapshot layers after `n_tokens` tokens."""
         layers = self.snapshot_layers
         return sum(array.nbytes for layer in layers for array in layer.snapshot_arrays(n_tokens, self.dtype))
 

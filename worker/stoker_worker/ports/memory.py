@@ -324,12 +324,12 @@ class CacheStorePort(Protocol):
         ...
 
     def is_away(self) -> bool:
-        """Whether there is a shared store, and it does not answer. Any thread; never blocks."""
+        """Returns whether there is a shared store that does not answer. Any thread; never blocks."""
         ...
 
     def is_at_hand(self, agent_id: str) -> bool:
-        """Whether the agent's next job waits for no file: its cache is in RAM, or there is none. ``True`` for all while
-        RAM holds nothing. A hint; any thread, never blocks."""
+        """Returns whether the agent's next job waits for no file: its cache is in RAM, or there is none. ``True`` for
+        all while RAM holds nothing. A hint; any thread, never blocks."""
         ...
 
     def read_ahead(self, agents: Sequence[str]) -> None:

@@ -297,8 +297,8 @@ class _Import:
             self._place()
             piece_bytes = sum(map(allocated_bytes, pieces))
             with naming(self.agent_id):
-                next_version = partial(self._next_version, version)
-                parts.commit_next(next_version, lambda connection: self._commit(connection, version, piece_bytes))
+                change = partial(self._commit, version=version, piece_bytes=piece_bytes)
+                parts.commit_next(self._next_version(version), change)
         except AgentExists:
             raise  # its files have the same names
         except Exception:
@@ -358,7 +358,7 @@ class _Import:
         yield replace(newest, version=version.number, about=about, delivery=None, **delta(None, version.transcript))
 
     def _next_version(self, version: AgentVersion) -> NextVersion:
-        (record,) = self._own_records(version)
+        *_, record = self._own_records(version)
         with self._parts.database.snapshot() as connection:
             return version_of(connection, record)
 

@@ -4,7 +4,6 @@ The shared store is the truth: a version is made there first, and then here. Wha
 somebody looks. So a number that is taken there is seen before anything changes here.
 """
 
-import json
 import logging
 import threading
 import time
@@ -373,8 +372,7 @@ def _note_deliveries(connection: Connection, agent: int, version: SharedVersion,
     if made.result is None:
         transcripts.note_ended(connection, agent, made.delivery, Ended(made.number, until))
     else:
-        result = json.loads(made.result)
-        transcripts.remember_answer(connection, agent, made.delivery, result, until, version=made.number)
+        transcripts.remember_answer(connection, agent, made.delivery, made.result, until, version=made.number)
 
 
 def lose(connection: Connection, agent_id: str, version: int) -> None:
