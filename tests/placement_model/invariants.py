@@ -163,9 +163,7 @@ class Invariants:
 
     def claimed(self, life, job):
         chain, source = len(self.chains[job.chain]), len(self.chains[job.agent])
-        ahead = [one for one in self.world.redis.jobs.values() if one.writes and one.status not in ENDED]
-        passed = [one for one in ahead if one.agent == job.agent and one.place < job.place]
-        require(not passed, "a job passes a write before it")
+        self.check_order(job)
         self.runs[job.execution] = job
         self.claims[job.execution] = (self.world.epoch, chain, source)
         since, is_others = self.seen_waiting[life, job.id]
@@ -178,6 +176,11 @@ class Invariants:
             self.outage_claims.clear()
         if job.losses >= self.world.rule.LOSSES:
             self.reasons.add((job.id, job.place))
+
+    def check_order(self, job):
+        ahead = [one for one in self.world.redis.jobs.values() if one.writes and one.status not in ENDED]
+        passed = [one for one in ahead if one.agent == job.agent and one.place < job.place]
+        require(not passed, "a job passes a write before it")
 
     def ended(self, was, job_id, execution, status, numbers):
         """`numbers`: one of them is of the version that it ended with."""

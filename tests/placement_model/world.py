@@ -192,6 +192,7 @@ class World:
         return reply
 
     patience = 20  # steps until something comes
+    most_waits = 0  # seconds, while nobody can take a step
 
     def play(self, history):
         """Raises `Broken` where an invariant does not hold."""
@@ -233,7 +234,7 @@ class World:
 
     def until(self, process, operation, then, fault):
         """Steps to the moment before an operation. It fails, or the process sleeps or crashes there, or goes on."""
-        wanted = MOMENTS[operation % len(MOMENTS)]
+        wanted, waits = MOMENTS[operation % len(MOMENTS)], self.most_waits
         for one in self.processes[process % 3 :] + self.processes[: process % 3]:
             for _ in range(0 if one.asleep else self.patience):
                 if found := one.at(wanted):
@@ -245,6 +246,11 @@ class World:
                     return
                 if one.threads:
                     one.step(0)
+                elif waits:
+                    waits -= 1
+                    self.one_second_beside(one)
+                else:
+                    break
 
     def work(self, rounds, *_):
         """All that are awake, without faults."""
@@ -312,19 +318,19 @@ class World:
         self.bucket.arrive(which)
 
     def flush(self, *_):
-        self.epoch += 1
-        self.become(self.rule.Redis())
+        self.goes_on_from(None)
 
     def replicate(self, *_):
         self.snapshots.append(self.redis.copy())
 
     def go_back(self, which, *_):
         if self.snapshots:
-            self.epoch += 1
-            self.become(self.snapshots[which % len(self.snapshots)].copy())
+            self.goes_on_from(self.snapshots[which % len(self.snapshots)])
 
-    def become(self, redis):
-        self.redis = redis
+    def goes_on_from(self, snapshot):
+        """Redis has lost data. `snapshot`: what it still has, if anything."""
+        self.epoch += 1
+        self.redis = snapshot.copy() if snapshot else self.rule.Redis()
         self.redis.now = self.now
 
     def prune(self, process, agent, *_):

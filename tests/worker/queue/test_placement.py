@@ -1,8 +1,6 @@
 """Which worker an agent's next job goes to: nobody works on an agent beside another one, and the worker that has an
 agent's cache is left its jobs for a while."""
 
-import random
-
 import pytest
 from rq.job import Job
 from rq.serializers import JSONSerializer
@@ -406,52 +404,3 @@ def test_a_job_whose_turn_may_have_been_saved_says_so_to_the_next_worker(connect
     plain.enqueue(TASK_PATH, request={"prompt": "y", "agent_id": "saves"}, job_id="saves")
     connection.hset("rq:job:saves", FIELD_SAVING, "2020-01-01T00:00:00Z")  # of an earlier job with this id
     assert not claim_within(b)[0].was_saving
-
-
-# --- everything at once ---
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_no_two_workers_work_on_an_agent_and_its_jobs_start_in_order(connection, timed, producer, submit, clock, seed):
-    """Three workers do at random what workers do; one of them dies now and then, and is put right by the others."""
-    chance = random.Random(seed)
-    workers = {name: timed(name, patience_s=chance.choice([0, 5])) for name in "abc"}
-    order = {}
-    for _ in range(120):
-        name = chance.choice("abc")
-        queue, act = workers[name], chance.random()
-        if act < 0.3:
-            agent, reads = chance.choice("xyz"), chance.random() < 0.4
-            (job_id,) = submit(agent, **({"cache": "read"} if reads else {}))
-            order[job_id] = (agent, reads, len(order))
-        elif act < 0.65:
-            for job in look(queue, limit=chance.choice([1, 2, 4])):
-                agent, reads, number = order[job.job_id]
-                before = [
-                    other
-                    for other, (whose, other_reads, n) in order.items()
-                    if whose == agent and n < number and not (reads and other_reads)
-                ]
-                assert all(connection.hget(f"rq:job:{other}", "status") in (b"finished", b"failed") for other in before)
-        elif jobs := queue.in_flight():
-            job = chance.choice(jobs)
-            if act < 0.85:
-                finish(job, turn(order[job.job_id][2] + 1))
-            elif act < 0.9:
-                fail(job, ValueError("x"), may_retry=False)
-            elif act < 0.97:
-                give_back(jobs, counts_as_attempt=False)
-            else:
-                queue._lease.release()  # killed
-                workers[name] = timed(name, patience_s=0)
-                workers[name].recover()
-        clock.now += chance.choice([0, 0.3, 3])
-    for _ in range(400):
-        for queue in workers.values():
-            run(look(queue), len(order) + 1)
-            run(queue.in_flight(), len(order) + 1)
-        clock.now += 3
-        if not connection.llen("rq:queue:generate"):
-            break
-    assert not connection.llen("rq:queue:generate")
-    assert all(connection.hget(f"rq:job:{job_id}", "status") in (b"finished", b"failed") for job_id in order)
