@@ -6,13 +6,16 @@ from dataclasses import replace
 
 from rq import Queue
 from rq.serializers import JSONSerializer
+from tests.worker.memory.agents import ids
+from tests.worker.memory.replica.sharing import Machine, SharedFolder
 from tests.worker_process import running_worker
 
 from stoker import Producer
+from stoker_shared.agents import build_agent_request
 from stoker_shared.errors import StokerError
 from stoker_shared.request import GenerationRequest, build_request
 from stoker_shared.wire import TASK_PATH
-from stoker_worker.ports import GenerationWork
+from stoker_worker.ports import Delivery, GenerationWork
 from stoker_worker.ports.model import Batching, ServingMode
 
 
@@ -60,6 +63,17 @@ def damaged_agent(store, ask):
     with closing(sqlite3.connect(store / "agents.db", timeout=20)) as database, database:
         database.execute("UPDATE turns SET new_tokens = x'00' WHERE agent = (SELECT max(agent) FROM turns)")
     return raised(ask, agent_id="damaged", prompt="x", context="append")
+
+
+def answer_not_kept(folder):
+    """With a shared store, a delivery comes again after its agent was forgotten."""
+    folder.mkdir()
+    machine = Machine(folder / "store", SharedFolder(folder))
+    with closing(machine.store) as store:
+        turn = machine.agent().turn(ids(10))
+        store.save(turn)
+        store.agent_jobs.run(build_agent_request({"action": "forget", "agent_id": "agent"}), Delivery("forget", "now"))
+        return raised(store.answer, "agent", turn.delivery)
 
 
 def lost_job(redis_url, folder):

@@ -18,6 +18,7 @@ from rq import Callback, Retry
 from rq.serializers import DefaultSerializer
 from rq.webhook import Webhook
 from tests.end_to_end.refused_jobs import (
+    answer_not_kept,
     damaged_agent,
     lost_job,
     plain_job,
@@ -38,6 +39,7 @@ from tests.end_to_end.worker_logs import (
 )  # fmt: skip
 from tests.private_server import free_port
 from tests.producer.serve.conftest import serving_at
+from tests.support.wait import wait_for
 from tests.worker.memory.agents import ids, using
 from tests.worker.memory.replica.sharing import Machine, SharedFolder
 from tests.worker_process import fork_server, running_worker
@@ -45,6 +47,7 @@ from tests.worker_process import fork_server, running_worker
 from stoker.serve.settings import Tokens
 from stoker_shared.errors import StokerError
 from stoker_shared.task import generate
+from stoker_shared.wire import STORE_KEY
 from stoker_worker.cli.main import main
 from stoker_worker.embedded_redis import EmbeddedServer
 from stoker_worker.memory.database import Witness
@@ -202,6 +205,8 @@ def worker(redis_url, tmp_path):
 
 
 def test_a_job_failed(worker, producer, connection, redis_url, tmp_path, small_disk):
+    pytest.importorskip("obstore")
+
     def ask(**fields):
         return producer.submit(**{"max_tokens": 2, **fields}).result(timeout_s=60)
 
@@ -228,6 +233,7 @@ def test_a_job_failed(worker, producer, connection, redis_url, tmp_path, small_d
         damaged_agent(tmp_path / "jobs", ask),
         unsaved_log(redis_url, small_disk)[1],
         fails(agent_id="a", prompt="x", context="append", expect_version=7),
+        answer_not_kept(tmp_path / "forgetful"),
         raised(producer.agents.fork, "nobody", "b"),
         raised(producer.agents.fork, "a", "a"),
         fails(prompt="x", max_tokens=100_000, job_timeout_s=1),
@@ -284,7 +290,7 @@ def test_stoker_serve(said, redis_url, tmp_path):
     expect_rows("`stoker serve`", provoked)
 
 
-def test_a_shared_store(said, store, redis_url, tmp_path, monkeypatch, caplog):
+def test_a_shared_store(said, store, redis_url, producer, connection, tmp_path, monkeypatch, caplog):
     pytest.importorskip("obstore")
     share, provoked = SharedFolder(tmp_path), []
 
@@ -324,6 +330,8 @@ def test_a_shared_store(said, store, redis_url, tmp_path, monkeypatch, caplog):
     (tmp_path / "other").mkdir()
     with running_worker(redis_url, tmp_path / "mac1", "--shared-store", share.url) as worker:
         worker.wait_until_ready()
+        producer.submit(agent_id="b", prompt="x", max_tokens=1).result(timeout_s=60)
+        wait_for(lambda: connection.exists(STORE_KEY.format(queue="generate")))  # with its next heartbeat
     provoked.append(said(f"{run} {tmp_path / 'mac2'} --shared-store file://{tmp_path / 'other'}"))
     next((share.objects / "agents").rglob("*.json")).write_bytes(b"")
     provoked.append(refused(lambda: agent("four").store.look("a")))
