@@ -65,7 +65,7 @@ def indexed(index: str, content: Json, number: str) -> str:
     Raises:
         ValueError: it has no row of this experiment.
     """
-    row = re.compile(rf"^(\| \[{content['experiment']}\]\(.*?\) \|) .*? (\| .*? \|) .*$", re.MULTILINE)
+    row = re.compile(rf"^(\| \[{content['experiment']}\]\([^)]*\) \|) [\d-]* ?(\| .*? \|) .*$", re.MULTILINE)
     text, n = row.subn(lambda old: f"{old[1]} {content['date']} {old[2]} {_verdict(content)} | {number} |", index)
     if n != 1:
         raise ValueError(f"the index has {n} rows of {content['experiment']}")
