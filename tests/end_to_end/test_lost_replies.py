@@ -110,7 +110,7 @@ class Round:
         if what == "second":
             self.end(job, lambda job: fail(job, GenerationTimedOut("late")))
         elif what == "stopped":
-            self.queue._registration.stop_requests.ask(job.job_id)
+            self.queue._registration.in_flight.ask_to_stop(job.job_id)
         elif what == "canceled":
             Job.fetch(job.job_id, self.connection, JSONSerializer).cancel()
         elif what == "given-back" and not self.given_back:
