@@ -19,11 +19,11 @@ from stoker_worker.models.blas import preload_blas
 BLAS = preload_blas()
 HAS_FAST_BLAS = BLAS is not None or sys.platform != "linux"
 
-from tests.model_fixture import smollm2  # noqa: E402, F401
-from tests.node_fixture import node_folder  # noqa: E402, F401
-from tests.real_model import make_engine, real_model  # noqa: E402, F401
-from tests.server_fixture import redis_server, redis_url, server_version  # noqa: E402, F401
-from tests.small_disk import small_disk  # noqa: E402, F401
+from tests.support.model_fixture import smollm2  # noqa: E402, F401
+from tests.support.node_fixture import node_folder  # noqa: E402, F401
+from tests.support.real_model import make_engine, real_model  # noqa: E402, F401
+from tests.support.server_fixture import redis_server, redis_url, server_version  # noqa: E402, F401
+from tests.support.small_disk import small_disk  # noqa: E402, F401
 
 # A busy machine is no fault of the code: no example has a deadline, and none is generated too slowly.
 settings.register_profile("stoker", deadline=None, suppress_health_check=[HealthCheck.too_slow])

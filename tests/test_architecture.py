@@ -9,7 +9,7 @@ import re
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
-from tests.import_graph import ROOT, ImportGraph, Module, experiment_modules, product_modules
+from tests.support.import_graph import ROOT, ImportGraph, Module, experiment_modules, product_modules
 
 MAX_FUNCTION_LINES = 50
 MAX_ENTRIES = 17

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.traced_process import ROOT
-from tests.worker_process import WorkerProcess
+from tests.support.traced_process import ROOT
+from tests.support.worker_process import WorkerProcess
 
 MOST_IN_PRODUCER = 14
 MOST_IN_WORKER = 49
@@ -32,14 +32,14 @@ def test_a_job_enters_few_files(redis_url: str, tmp_path: Path) -> None:
         [*arguments, "--memory-max-bytes", "0"],
         tmp_path / "worker.log",
         SETTINGS,
-        program=("tests.traced_process", str(worker_side), "worker"),
+        program=("tests.support.traced_process", str(worker_side), "worker"),
     )
     try:
         worker.wait_until_ready()
         time.sleep(IDLE_S)
         (worker_side / "job").touch()
         worker.wait_for((worker_side / "noting").exists)
-        command = [sys.executable, "-m", "tests.traced_process", str(producer_side), "producer", redis_url]
+        command = [sys.executable, "-m", "tests.support.traced_process", str(producer_side), "producer", redis_url]
         subprocess.run(command, check=True, cwd=ROOT, timeout=120)
         (worker_side / "done").touch()
         worker.wait_for((worker_side / "entered").exists)

@@ -269,7 +269,7 @@ def _of_agent(agent_id: str, job_ids: list[str], statuses: tuple[str, ...]) -> O
 
 
 def _names(agent_id: str, created_at: str, noted: str, description: str) -> bool | None:
-    """Whether the job's other fields name the agent; ``None`` if only its request can tell."""
+    """True if the job's other fields name the agent; ``None`` if only its request can tell."""
     named = f"for agent {agent_id[:60]!r}"
     if description in {f"{action} {named}" for action in get_args(AgentAction)}:
         return False

@@ -59,7 +59,7 @@ def or_usage_error(make: Callable[[], T]) -> T:
 
 
 def agrees(question: str) -> bool:
-    """Whether the user answers yes; no answer is a no."""
+    """True if the user answers yes; no answer is a no."""
     try:
         return click.confirm(question, err=True)
     except click.Abort:  # stdin is closed, or ^C

@@ -131,7 +131,7 @@ def known_workers() -> Operation[dict[str, LiveWorker | None]]:
 
 
 def is_ours(name: str) -> bool:
-    """Whether a worker of this name is stoker's, not one of RQ's own."""
+    """True if a worker of this name is stoker's, not one of RQ's own."""
     return name.startswith("stoker-")
 
 

@@ -92,7 +92,7 @@ def require_pattern(regex: str) -> None:
 
 
 def is_found(regex: str, text: str) -> bool:
-    """Whether the pattern is somewhere in the text.
+    """True if the pattern is somewhere in the text.
 
     Raises:
         NoPattern: as `require_pattern`.

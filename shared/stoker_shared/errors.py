@@ -10,7 +10,7 @@ class StokerError(Exception):
     """Base of everything below."""
 
     retryable: bool = False
-    """Whether the same call or job may well succeed later, because the cause lies outside it and passes."""
+    """True if the same call or job may well succeed later, because the cause lies outside it and passes."""
 
 
 class RequestError(StokerError, ValueError):

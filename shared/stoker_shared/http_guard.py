@@ -45,7 +45,7 @@ def is_own_site(host: str | None, origin: str | None, names: Container[str] = LO
 
 
 def is_private_name(name: str) -> bool:
-    """Whether no site of the web can have this name: it is an address, has no dot, or ends in ``.internal``."""
+    """True if no site of the web can have this name: it is an address, has no dot, or ends in ``.internal``."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

@@ -61,7 +61,7 @@ def read_json(text: bytes, at_most: int = MAX_REQUEST_BYTES) -> Any:
 
 
 def is_within_bounds(text: bytes) -> bool:
-    """Whether `require_bounds` lets it pass."""
+    """True if `require_bounds` lets it pass."""
     try:
         require_bounds(text)
     except RequestTooLarge:

@@ -112,7 +112,7 @@ class Message(BaseModel):
         return self
 
     def is_exactly(self, other: "Message") -> bool:
-        """Whether both have the same JSON; ``==`` equates 1, 1.0 and True in tool calls, but chat templates do not."""
+        """True if both have the same JSON; ``==`` equates 1, 1.0 and True in tool calls, but chat templates do not."""
         if self is other:
             return True
         ours, theirs = ((x.role, x.content, x.reasoning_content, x.name, x.tool_call_id) for x in (self, other))

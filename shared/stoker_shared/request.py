@@ -67,7 +67,7 @@ def _shown(name: int | str) -> str:
 
 
 def is_plain_json(value: object) -> bool:
-    """Whether the value can be UTF-8 JSON: pydantic checks neither `Any` nor surrogates in `str`."""
+    """True if the value can be UTF-8 JSON: pydantic checks neither `Any` nor surrogates in `str`."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False, default=_fields_of_model).encode()
     except (TypeError, ValueError, RecursionError):
@@ -349,7 +349,7 @@ class GenerationRequest(BaseModel):
 
     @property
     def is_formed(self) -> bool:
-        """Whether the answer has to be JSON."""
+        """True if the answer has to be JSON."""
         return self.response_format is not None and self.response_format.type != "text"
 
     @property

@@ -177,5 +177,5 @@ class GenerationResult(Choice):
 
     @property
     def accepted(self) -> bool | None:
-        """Whether the answer passed the job's check; ``None`` without one."""
+        """True if the answer passed the job's check; ``None`` without one."""
         return self.attempts[-1].accepted if self.attempts else None

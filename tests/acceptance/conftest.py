@@ -1,3 +1,3 @@
 """A producer on the session's server."""
 
-from tests.server_fixture import producer  # noqa: F401
+from tests.support.server_fixture import producer  # noqa: F401

@@ -6,7 +6,7 @@ docs/first-documents.md has the documents, and everything else that they ask for
 import random
 
 import pytest
-from tests.real_model import behind_the_likeliest
+from tests.support.real_model import behind_the_likeliest
 from tests.worker.engine.layouts import Layout, cache_bytes, random_ids, run, work
 
 from stoker_shared.errors import BlockPoolTooSmall

@@ -3,7 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tests.worker_process import running_worker
+from tests.support.worker_process import running_worker
 
 pytestmark = pytest.mark.server
 

@@ -14,7 +14,7 @@ from tests.chaos.plan import QUEUES
 from tests.chaos.redis_view import RedisView
 from tests.chaos.traffic import AWAY
 from tests.support.wait import wait_for
-from tests.worker_process import AnyWorker
+from tests.support.worker_process import AnyWorker
 
 from stoker_shared.wire import MAX_ATTEMPTS
 

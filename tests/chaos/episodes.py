@@ -15,7 +15,7 @@ from tests.chaos.onlookers import by_dashboard, by_registries, by_rq_info
 from tests.chaos.redis_view import RedisView
 from tests.chaos.restarting_server import RestartingServer
 from tests.chaos.traffic import Traffic
-from tests.store_reader import StoreReader
+from tests.support.store_reader import StoreReader
 
 MOST_OFF_S = 1500.0  # far more than any lease but RQ's
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.forked_worker import environment
-from tests.worker_process import WorkerProcess
+from tests.support.forked_worker import environment
+from tests.support.worker_process import WorkerProcess
 
 
 def start_fresh(

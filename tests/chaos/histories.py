@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from tests.answers import without_total
 from tests.chaos.deliveries import Delivery
 from tests.chaos.found import Found
 from tests.chaos.oracle import Oracle
 from tests.chaos.plan import QUEUES
-from tests.store_reader import Kept, StoreReader
+from tests.support.answers import without_total
+from tests.support.store_reader import Kept, StoreReader
 
 from stoker_shared.request import request_digest
 from stoker_worker.memory.transcripts import delivery_key

@@ -10,7 +10,7 @@ from tests.chaos.hooks import generations
 from tests.chaos.oracle import Oracle
 from tests.chaos.storm import Storm
 from tests.chaos.traffic import Traffic
-from tests.store_reader import StoreReader
+from tests.support.store_reader import StoreReader
 
 from stoker_worker.queue.connect import EXECUTION_TTL_S
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from random import Random
 from typing import Self
 
-from tests.lossy_proxy import Exchange, LossyProxy
+from tests.support.lossy_proxy import Exchange, LossyProxy
 
 Kind = tuple[str, ...]
 _TRANSACTION = "MULTI"

@@ -18,7 +18,7 @@ from tests.chaos.plan import PlannedJob
 from tests.chaos.restarting_server import RestartingServer
 from tests.chaos.storm import Storm
 from tests.chaos.traffic import Traffic
-from tests.dashboard_process import running_dashboard
+from tests.support.dashboard_process import running_dashboard
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from redis import Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
-from tests.private_server import free_port
+from tests.support.private_server import free_port
 
 from stoker_worker.embedded_redis import find_program
 

@@ -11,8 +11,8 @@ from tests.chaos.crew import SHORT, Breed
 from tests.chaos.drawing import SCRIPTED, draw_jobs
 from tests.chaos.oracle import ScriptedOracle
 from tests.chaos.play import Course, play
-from tests.forked_worker import ForkServer
-from tests.server_fixture import require_server_program
+from tests.support.forked_worker import ForkServer
+from tests.support.server_fixture import require_server_program
 
 pytestmark = pytest.mark.server
 

@@ -13,7 +13,7 @@ from tests.chaos.hooks import MLX_ENGINE
 from tests.chaos.oracle import ModelOracle
 from tests.chaos.play import Course, play
 from tests.chaos.relations import Shares
-from tests.server_fixture import require_server_program
+from tests.support.server_fixture import require_server_program
 
 pytestmark = [
     pytest.mark.server,

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 from redis import Redis
 from tests.end_to_end.macs import LEASE_S, Macs
-from tests.lossy_proxy import LossyProxy
+from tests.support.lossy_proxy import LossyProxy
 from tests.support.wait import wait_for
 
 from stoker import Producer

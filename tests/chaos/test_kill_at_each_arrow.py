@@ -15,8 +15,8 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 from tests.chaos.arrows import ARROWS, QUEUED, RQ, STARTED
 from tests.chaos.hooks import generations
-from tests.forked_worker import ForkServer
-from tests.store_reader import StoreReader, is_made
+from tests.support.forked_worker import ForkServer
+from tests.support.store_reader import StoreReader, is_made
 from tests.worker.queue.looking import CLAIMED, MEMBER, places
 
 from stoker_shared.wire import AGENT_TASK_PATH, TASK_PATH

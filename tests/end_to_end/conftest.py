@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.server_fixture import connection, producer  # noqa: F401
+from tests.support.server_fixture import connection, producer  # noqa: F401
 
 if TYPE_CHECKING:
     from tests.worker.memory.replica.sharing import Share

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from redis import Redis
-from tests.forked_worker import ForkedWorker
+from tests.support.forked_worker import ForkedWorker
 from tests.support.wait import wait_for
-from tests.worker_process import fork_server
+from tests.support.worker_process import fork_server
 
 from stoker_shared.wire import MEMBERS_KEY
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from rq import Queue
 from rq.serializers import JSONSerializer
+from tests.support.worker_process import running_worker
 from tests.worker.memory.agents import ids
 from tests.worker.memory.replica.sharing import Machine, SharedFolder
-from tests.worker_process import running_worker
 
 from stoker import Producer
 from stoker_shared.agents import build_agent_request

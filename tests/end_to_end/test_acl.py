@@ -22,10 +22,10 @@ from rq.exceptions import DuplicateJobError
 from rq.registry import StartedJobRegistry
 from rq.serializers import JSONSerializer
 from rq.worker_registration import get_keys
-from tests.dashboard_process import require_dashboard, running_dashboard
-from tests.private_server import acl_refusals, private_server
-from tests.server_fixture import require_server_program
-from tests.worker_process import running_worker
+from tests.support.dashboard_process import require_dashboard, running_dashboard
+from tests.support.private_server import acl_refusals, private_server
+from tests.support.server_fixture import require_server_program
+from tests.support.worker_process import running_worker
 
 from stoker import AsyncProducer, JobCanceled, JobFailed, Producer
 from stoker.cli import main

@@ -6,7 +6,7 @@ import pytest
 from rq import Queue
 from rq.job import Job
 from rq.serializers import JSONSerializer
-from tests.worker_process import running_worker
+from tests.support.worker_process import running_worker
 
 from stoker import AsyncProducer
 from stoker_shared.errors import JobFailed

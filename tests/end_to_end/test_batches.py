@@ -18,11 +18,11 @@ from openai.types.shared import ErrorObject
 from redis import Redis
 from rq.job import Job
 from rq.serializers import JSONSerializer
-from tests.private_server import free_port, private_server
-from tests.server_fixture import require_server_program
-from tests.store_reader import StoreReader
+from tests.support.private_server import free_port, private_server
+from tests.support.server_fixture import require_server_program
+from tests.support.store_reader import StoreReader
 from tests.support.wait import wait_for
-from tests.worker_process import running_worker
+from tests.support.worker_process import running_worker
 
 from stoker import Producer
 

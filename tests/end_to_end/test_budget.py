@@ -4,7 +4,7 @@ The scripted engine fails a job whose restored cache does not fit its prompt.
 """
 
 import pytest
-from tests.worker_process import running_worker
+from tests.support.worker_process import running_worker
 
 from stoker import Producer
 

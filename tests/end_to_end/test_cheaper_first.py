@@ -6,7 +6,7 @@ import signal
 import pytest
 from tests.producer.batch.taught_lines import training_set
 from tests.support.wait import wait_for
-from tests.worker_process import fork_server
+from tests.support.worker_process import fork_server
 
 from stoker import InvalidRequest, NobodyServes, Producer, first_accepted
 from stoker.batch.feeding import Feeder, ModelChoice

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from tests.support.wait import wait_for
-from tests.worker_process import running_worker
+from tests.support.worker_process import running_worker
 
 from stoker import Producer
 from stoker_shared.errors import JobFailed

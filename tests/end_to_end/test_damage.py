@@ -8,7 +8,7 @@ import sys
 from contextlib import closing
 
 import pytest
-from tests.worker_process import running_worker
+from tests.support.worker_process import running_worker
 
 from stoker import Producer
 from stoker_shared.errors import JobFailed

@@ -19,10 +19,10 @@ import pytest
 from redis import Redis
 from rq import Queue
 from rq.serializers import JSONSerializer
-from tests.dashboard_process import STOKER, browser, require_dashboard, running_dashboard  # noqa: F401
-from tests.private_server import private_server
-from tests.server_fixture import require_server_program
-from tests.worker_process import running_worker
+from tests.support.dashboard_process import STOKER, browser, require_dashboard, running_dashboard  # noqa: F401
+from tests.support.private_server import private_server
+from tests.support.server_fixture import require_server_program
+from tests.support.worker_process import running_worker
 
 from stoker import Producer, Ticket
 from stoker_shared.wire import TASK_PATH

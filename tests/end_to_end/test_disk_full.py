@@ -4,7 +4,7 @@ space."""
 import re
 
 import pytest
-from tests.worker_process import running_worker
+from tests.support.worker_process import running_worker
 
 from stoker import Producer
 from stoker_shared.errors import JobFailed

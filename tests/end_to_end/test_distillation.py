@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from tests.producer.batch.taught_lines import answered, asked, training_set, user, write
 from tests.support.wait import wait_for
-from tests.worker_process import running_worker
+from tests.support.worker_process import running_worker
 
 from stoker import Producer
 from stoker.cli import main

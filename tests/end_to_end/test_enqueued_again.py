@@ -6,7 +6,7 @@ import pytest
 from rq import Queue
 from rq.job import Dependency, Job
 from rq.serializers import JSONSerializer
-from tests.worker_process import running_worker
+from tests.support.worker_process import running_worker
 
 from stoker_shared.wire import TASK_PATH
 

@@ -5,9 +5,9 @@ import shutil
 from typing import Any
 
 import pytest
-from tests.store_reader import StoreReader
+from tests.support.store_reader import StoreReader
+from tests.support.worker_process import running_worker
 from tests.worker.engine.tiny_models import CONFIGS, make_model
-from tests.worker_process import running_worker
 
 from stoker import Producer
 

@@ -13,9 +13,9 @@ from rq import Queue, Repeat
 from rq.job import Job
 from rq.registry import StartedJobRegistry
 from rq.serializers import JSONSerializer
-from tests.answers import without_total
+from tests.support.answers import without_total
+from tests.support.worker_process import running_worker
 from tests.worker.queue.looking import LEASE
-from tests.worker_process import running_worker
 
 from stoker_shared.wire import TASK_PATH
 from stoker_worker.engine.scripted import ScriptedProvider

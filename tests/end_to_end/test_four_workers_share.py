@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 import pytest
 from tests.end_to_end.macs import LEASE_S, Macs
-from tests.store_reader import StoreReader
+from tests.support.store_reader import StoreReader
 from tests.support.wait import wait_for
 from tests.worker.memory.replica.sharing import Machine, Share
 

@@ -13,9 +13,9 @@ from rq import Queue, Retry
 from rq.job import Dependency, Job
 from rq.rate_limit import RateLimit
 from rq.serializers import JSONSerializer
-from tests.lossy_proxy import LossyProxy
+from tests.support.lossy_proxy import LossyProxy
+from tests.support.worker_process import running_worker
 from tests.worker.queue.ends import drop, fail, finish, give_back, stop
-from tests.worker_process import running_worker
 
 from stoker import Producer
 from stoker_shared.errors import GenerationTimedOut, OwnershipLost, RedisUnavailable

@@ -9,7 +9,7 @@ from urllib.request import urlopen
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.end_to_end.test_exactly_once import as_if_the_worker_died_after_saving
-from tests.worker_process import running_worker
+from tests.support.worker_process import running_worker
 
 from stoker import JobFailed
 

@@ -18,7 +18,7 @@ from redis import Redis
 from rq import Queue
 from rq.job import Job
 from rq.serializers import JSONSerializer
-from tests.worker_process import running_worker
+from tests.support.worker_process import running_worker
 
 from stoker import Producer
 from stoker_shared.wire import AGENT_TASK_PATH

@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 from redis import Redis
-from tests.lossy_proxy import LossyProxy
-from tests.worker_process import running_worker
+from tests.support.lossy_proxy import LossyProxy
+from tests.support.worker_process import running_worker
 
 from stoker import Producer
 

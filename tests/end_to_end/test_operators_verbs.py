@@ -10,8 +10,8 @@ from rq.command import send_shutdown_command, send_stop_execution_command, send_
 from rq.job import Job
 from rq.serializers import JSONSerializer
 from rq.worker_registration import get_keys
+from tests.support.worker_process import running_worker
 from tests.worker.queue.looking import places
-from tests.worker_process import running_worker
 
 from stoker import Producer
 

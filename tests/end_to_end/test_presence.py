@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from tests.worker_process import running_worker
+from tests.support.worker_process import running_worker
 
 from stoker import Producer, ResultTimeout
 from stoker_worker.memory.locks import store_name

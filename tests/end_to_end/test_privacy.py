@@ -9,7 +9,7 @@ import pytest
 from redis import Redis
 from rq import Queue
 from rq.serializers import JSONSerializer
-from tests.worker_process import running_worker
+from tests.support.worker_process import running_worker
 
 from stoker import JobFailed, Producer
 from stoker_shared.wire import TASK_PATH

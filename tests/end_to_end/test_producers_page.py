@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from rq import Queue
-from tests.worker_process import running_worker
+from tests.support.worker_process import running_worker
 
 pytestmark = pytest.mark.server
 

@@ -13,8 +13,8 @@ import pytest
 from redis import Redis
 from rq.registry import FinishedJobRegistry
 from rq.serializers import JSONSerializer
-from tests.store_reader import StoreReader
-from tests.worker_process import running_worker
+from tests.support.store_reader import StoreReader
+from tests.support.worker_process import running_worker
 
 from stoker import Producer
 from stoker_shared.errors import JobFailed

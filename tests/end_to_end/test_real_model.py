@@ -11,7 +11,7 @@ import pytest
 from redis import Redis
 from rq import Queue
 from rq.serializers import JSONSerializer
-from tests.worker_process import running_worker
+from tests.support.worker_process import running_worker
 
 from stoker import Producer
 from stoker_shared.wire import AGENT_TASK_PATH

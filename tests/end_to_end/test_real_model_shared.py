@@ -4,8 +4,8 @@ with mlx-lm's own greedy answers and without computing their caches again.
 
 import pytest
 from tests.end_to_end.macs import SHORT
+from tests.support.worker_process import running_worker
 from tests.worker.memory.agents import files_below
-from tests.worker_process import running_worker
 
 from stoker_shared.wire import LAST_KEY
 

@@ -8,7 +8,7 @@ import time
 import pytest
 from redis import Redis
 from tests.chaos.restarting_server import RestartingServer
-from tests.worker_process import running_worker
+from tests.support.worker_process import running_worker
 
 from stoker import Producer
 

@@ -14,8 +14,8 @@ from rq import Callback, Queue
 from rq.job import Job
 from rq.registry import FailedJobRegistry, FinishedJobRegistry, StartedJobRegistry
 from rq.serializers import JSONSerializer
-from tests.store_reader import StoreReader
-from tests.worker_process import WorkerProcess, running_worker
+from tests.support.store_reader import StoreReader
+from tests.support.worker_process import WorkerProcess, running_worker
 
 from stoker import Producer
 from stoker_shared.errors import JobCanceled, JobFailed

@@ -1,7 +1,7 @@
 """Fifty agents with one system prompt: stored once and prefilled once, unless their salts differ."""
 
 import pytest
-from tests.worker_process import running_worker
+from tests.support.worker_process import running_worker
 
 from stoker import Producer
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from tests.support.worker_process import running_worker
 from tests.worker.memory.agents import files_below
 from tests.worker.memory.replica.sharing import Share
-from tests.worker_process import running_worker
 
 from stoker_worker.cli.main import main
 

@@ -6,11 +6,11 @@ import time
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from tests.chaos.restarting_server import RestartingServer
-from tests.lossy_proxy import LossyProxy
-from tests.private_server import free_port
+from tests.support.lossy_proxy import LossyProxy
+from tests.support.private_server import free_port
 from tests.support.wait import wait_for
+from tests.support.worker_process import running_worker
 from tests.worker.queue.looking import LEASE
-from tests.worker_process import running_worker
 
 from stoker import Producer
 from stoker_shared.errors import RedisUnavailable

@@ -4,7 +4,7 @@ import asyncio
 import threading
 
 import pytest
-from tests.worker_process import running_worker
+from tests.support.worker_process import running_worker
 
 from stoker import AsyncProducer, JobCanceled, JobFailed, Restarted, ResultTimeout, TextChunk
 from stoker_worker.engine.scripted import SCRIPTED_ANSWERS

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from tests.in_memory.agent_store import InMemoryAgentStore
+from tests.support.in_memory.agent_store import InMemoryAgentStore
 
 from stoker import Producer
 from stoker_worker.engine.scripted import ScriptedProvider

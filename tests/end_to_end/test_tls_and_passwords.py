@@ -7,8 +7,8 @@ from urllib.parse import quote
 
 import pytest
 from redis import Redis
-from tests.tls_fixture import PASSWORD, tls_server  # noqa: F401
-from tests.worker_process import running_worker
+from tests.support.tls_fixture import PASSWORD, tls_server  # noqa: F401
+from tests.support.worker_process import running_worker
 
 from stoker import Producer, RedisUnavailable
 

@@ -37,12 +37,12 @@ from tests.end_to_end.worker_logs import (
     stopped_log,
     unsaved_log,
 )  # fmt: skip
-from tests.private_server import free_port
 from tests.producer.serve.conftest import serving_at
+from tests.support.private_server import free_port
 from tests.support.wait import wait_for
+from tests.support.worker_process import fork_server, running_worker
 from tests.worker.memory.agents import ids, using
 from tests.worker.memory.replica.sharing import Machine, SharedFolder
-from tests.worker_process import fork_server, running_worker
 
 from stoker.serve.settings import Tokens
 from stoker_shared.errors import StokerError

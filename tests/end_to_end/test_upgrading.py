@@ -8,7 +8,7 @@ import pytest
 from rq import Queue
 from rq.serializers import JSONSerializer
 from tests.support.wait import wait_for
-from tests.worker_process import fork_server
+from tests.support.worker_process import fork_server
 
 from stoker_shared.wire import REQUEST_VERSION, TASK_PATH
 

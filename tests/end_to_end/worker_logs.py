@@ -6,8 +6,8 @@ import time
 from redis import Redis
 from rq.suspension import suspend
 from tests.end_to_end.refused_jobs import raised
-from tests.private_server import free_port, private_server
-from tests.worker_process import running_worker
+from tests.support.private_server import free_port, private_server
+from tests.support.worker_process import running_worker
 
 from stoker import Producer
 from stoker_worker.embedded_redis import EmbeddedServer

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.experiments.experiments_process import EXPERIMENTS, ExperimentsProcess
-from tests.server_fixture import require_server_program
+from tests.support.server_fixture import require_server_program
 
 MLX, SERVER, SLOW = pytest.mark.mlx, pytest.mark.server, pytest.mark.slow
 MODEL = (pytest.mark.model, pytest.mark.fast_blas, SERVER)

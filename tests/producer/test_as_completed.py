@@ -10,9 +10,9 @@ from redis import Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.retry import Retry
-from tests.lossy_proxy import LossyProxy
 from tests.producer.played_worker import PlayedWorker, end
-from tests.server_fixture import require_server_program
+from tests.support.lossy_proxy import LossyProxy
+from tests.support.server_fixture import require_server_program
 
 import stoker.operations
 import stoker.producer

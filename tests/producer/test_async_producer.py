@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fakeredis import FakeAsyncRedis, FakeRedis, FakeServer
 from tests.producer.played_worker import PlayedWorker, end
-from tests.worker_process import running_worker
+from tests.support.worker_process import running_worker
 
 import stoker.operations
 import stoker.submitting

@@ -7,7 +7,7 @@ from rq import Retry
 from rq.job import Job
 from rq.serializers import JSONSerializer
 from tests.producer.played_worker import PlayedWorker
-from tests.worker_process import running_worker
+from tests.support.worker_process import running_worker
 
 from stoker import JobFailed
 from stoker.operations import Watched

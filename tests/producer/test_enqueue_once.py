@@ -12,9 +12,9 @@ from redis.client import Pipeline
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.exceptions import WatchError
 from redis.retry import Retry
-from tests.lossy_proxy import LossyProxy
 from tests.producer.played_worker import PlayedWorker
-from tests.worker_process import running_worker
+from tests.support.lossy_proxy import LossyProxy
+from tests.support.worker_process import running_worker
 
 import stoker.submitting
 from stoker import DuplicateJob, InvalidRequest, Producer, RedisUnavailable

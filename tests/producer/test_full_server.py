@@ -5,10 +5,10 @@ import threading
 import pytest
 from redis.client import Pipeline
 from redis.exceptions import OutOfMemoryError
-from tests.private_server import private_server
 from tests.producer.batch.test_commands import texts, write
 from tests.producer.played_worker import PlayedWorker
-from tests.server_fixture import require_server_program
+from tests.support.private_server import private_server
+from tests.support.server_fixture import require_server_program
 from tests.support.wait import wait_for
 
 from stoker import Producer

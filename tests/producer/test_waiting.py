@@ -11,7 +11,7 @@ from redis.retry import Retry
 from rq import SimpleWorker
 from rq.serializers import JSONSerializer
 from tests.producer.played_worker import PlayedWorker
-from tests.server_fixture import require_server_program
+from tests.support.server_fixture import require_server_program
 
 import stoker.waiting
 from stoker import JobCanceled, JobFailed, JobNotFound, Producer, RedisUnavailable, ResultTimeout

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from redis import Redis
-from tests.server_fixture import connection  # noqa: F401
+from tests.support.server_fixture import connection  # noqa: F401
 from tests.worker.models.tiny_gguf import metadata, random_weights, write_gguf
 
 from stoker_shared.errors import ModelNotLoadable

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 from redis import Redis
 from redis.exceptions import AuthenticationError
-from tests.server_fixture import require_server_program
+from tests.support.server_fixture import require_server_program
 
 from stoker_shared.errors import RedisUnavailable, StoreUnusable
 from stoker_worker import embedded_redis as server_program

@@ -34,7 +34,7 @@ class ProcessIdentity:
 
 
 def pid_namespace() -> str:
-    """Whose pids this process sees; empty where there is only one kind. A container has its own, even if it has its
+    """The PID namespace of the process; empty where there is only one kind. A container has its own, even if it has its
     host's name: a process that cannot be seen from it may be alive."""
     try:
         return os.readlink("/proc/self/ns/pid")

@@ -153,7 +153,7 @@ def called(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def called_well(*command: str) -> str:
-    """What it printed.
+    """Return its output.
 
     Raises:
         ServiceRefused: it failed; the message has its last line.
@@ -279,7 +279,7 @@ class Launchd:
             time.sleep(_POLL_S)
 
     def _stop_timeout_s(self, name: str) -> float:
-        """Of the installed agent, which may have another one than the next."""
+        """The time limit of the installed agent; the next one may have another."""
         try:
             return float(plistlib.loads(self.path(name).read_bytes())["ExitTimeOut"])
         except (OSError, ValueError, KeyError, plistlib.InvalidFileException):

@@ -185,7 +185,7 @@ class WorkerSettings(BaseSettings):
         _watching("Loopback port of /metrics, /healthz and /readyz; 0: any.  [none]"),
     ] = None
     stuck_after_s: Annotated[
-        float, Field(gt=0), _watching("A longer step of the engine makes the worker not ready.  [120]")
+        float, Field(gt=0), _watching("Report not ready after a step of the engine this long.  [120]")
     ] = 120.0
 
     engine: Annotated[

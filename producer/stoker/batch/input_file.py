@@ -29,7 +29,7 @@ _ANSWER_PREFIX: Final = "batch_req_"
 
 
 def is_batch_name(name: str) -> bool:
-    """Whether it has only English letters, digits, ``-`` and ``_``: RQ does not allow others in a job's id."""
+    """True if it has only English letters, digits, ``-`` and ``_``: RQ does not allow others in a job's id."""
     return _NAME.fullmatch(name) is not None
 
 

@@ -18,7 +18,7 @@ from stoker_shared.wire import FIELD_FEEDBACK, TRUST_KEY
 
 @dataclass(frozen=True)
 class Trusted:
-    """What is known of one model in one class of tasks."""
+    """The counts of one model in one class of tasks."""
 
     model: str
     task: str

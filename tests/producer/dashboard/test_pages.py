@@ -19,8 +19,8 @@ from redis import Redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 from rq.utils import utcformat
-from tests.dashboard_process import browser, require_dashboard  # noqa: F401
 from tests.producer.played_worker import PlayedWorker
+from tests.support.dashboard_process import browser, require_dashboard  # noqa: F401
 from werkzeug.serving import make_server
 
 from stoker.status_command import overview_text

@@ -14,7 +14,7 @@ from openai import OpenAI
 from redis import Redis
 from rq.exceptions import NoSuchJobError
 from tests.producer.played_worker import PlayedWorker, result_fields
-from tests.server_fixture import require_server_program
+from tests.support.server_fixture import require_server_program
 
 from stoker.openai.fields import BodyOptions
 from stoker.serve.app import build_app

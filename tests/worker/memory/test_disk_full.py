@@ -11,7 +11,7 @@ from math import inf
 from pathlib import Path
 
 import pytest
-from tests.small_disk import SmallDisk
+from tests.support.small_disk import SmallDisk
 from tests.worker.memory.agents import (
     HYBRID,
     MODEL,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.in_memory.agent_store import InMemoryAgentStore
+from tests.support.in_memory.agent_store import InMemoryAgentStore
 from tests.worker.memory.agents import (
     MODEL,
     SNAPSHOT_SPECS,

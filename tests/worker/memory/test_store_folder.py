@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from tests.small_disk import SmallDisk
+from tests.support.small_disk import SmallDisk
 from tests.worker.memory.agents import Agent, ids, open_store, reopen
 
 from stoker_shared.errors import StoreUnusable

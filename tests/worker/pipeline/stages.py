@@ -5,8 +5,8 @@ from concurrent.futures import Future
 from queue import Queue
 from typing import Any
 
-from tests.in_memory.agent_store import InMemoryAgentStore
-from tests.in_memory.queue import InMemoryQueue
+from tests.support.in_memory.agent_store import InMemoryAgentStore
+from tests.support.in_memory.queue import InMemoryQueue
 
 from stoker_worker.engine.scripted import ScriptedProvider
 from stoker_worker.pipeline.engine_thread import EngineThread

@@ -5,7 +5,7 @@ import json
 import time
 
 import pytest
-from tests.in_memory.queue import InMemoryQueue
+from tests.support.in_memory.queue import InMemoryQueue
 from tests.worker.pipeline.answers import SCRIPTED, answer_to
 from tests.worker.pipeline.stages import MODEL, generated, loaded_job
 

@@ -8,7 +8,7 @@ from queue import Empty, Queue
 from types import SimpleNamespace
 
 import pytest
-from tests.in_memory.queue import InMemoryQueue
+from tests.support.in_memory.queue import InMemoryQueue
 from tests.support.wait import wait_for
 from tests.worker.engine.layouts import Layout, prefix_of, random_ids, run, work
 from tests.worker.pipeline.stages import MODEL, TIMEOUT_S, NotedFinisher, loaded_job

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.in_memory.agent_store import InMemoryAgentStore
-from tests.in_memory.queue import InMemoryQueue
+from tests.support.in_memory.agent_store import InMemoryAgentStore
+from tests.support.in_memory.queue import InMemoryQueue
 from tests.support.wait import wait_for
 from tests.worker.pipeline.stages import MODEL, TIMEOUT_S, NotedLoader
 

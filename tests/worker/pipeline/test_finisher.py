@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.answers import without_total
-from tests.in_memory.agent_store import InMemoryAgentStore
-from tests.in_memory.queue import InMemoryJob, InMemoryQueue
+from tests.support.answers import without_total
+from tests.support.in_memory.agent_store import InMemoryAgentStore
+from tests.support.in_memory.queue import InMemoryJob, InMemoryQueue
 from tests.support.wait import wait_for
 from tests.worker.memory.agents import FastDisk
 from tests.worker.pipeline.stages import TIMEOUT_S, claimed, generated, loaded_job, loaded_model

@@ -1,6 +1,6 @@
 """The heartbeat knows for how long Redis is away, and for how long it was, over all outages."""
 
-from tests.in_memory.queue import InMemoryQueue
+from tests.support.in_memory.queue import InMemoryQueue
 from tests.support.wait import wait_for
 
 from stoker_worker.pipeline.heartbeat import Heartbeat

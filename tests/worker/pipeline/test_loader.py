@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from tests.in_memory.agent_store import InMemoryAgentStore
-from tests.in_memory.queue import InMemoryQueue
+from tests.support.in_memory.agent_store import InMemoryAgentStore
+from tests.support.in_memory.queue import InMemoryQueue
 from tests.worker.pipeline.stages import MODEL, TIMEOUT_S, NotedEngine, NotedFinisher, claimed, loaded_model
 
 from stoker_shared.errors import (

@@ -4,7 +4,7 @@ import os
 import platform
 
 import pytest
-from tests.in_memory.queue import InMemoryQueue
+from tests.support.in_memory.queue import InMemoryQueue
 from tests.support.wait import wait_for
 from tests.worker.pipeline.stages import TIMEOUT_S, NotedLoader
 from tests.worker.pipeline.test_fetcher import fetcher_of

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from tests.in_memory.agent_store import InMemoryAgentStore
-from tests.in_memory.queue import InMemoryQueue
+from tests.support.in_memory.agent_store import InMemoryAgentStore
+from tests.support.in_memory.queue import InMemoryQueue
 from tests.support.wait import wait_for
 from tests.worker.pipeline.stages import TIMEOUT_S
 

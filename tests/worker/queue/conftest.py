@@ -5,7 +5,7 @@ from contextlib import ExitStack
 import pytest
 from rq import Queue
 from rq.serializers import JSONSerializer
-from tests.server_fixture import connection, producer  # noqa: F401
+from tests.support.server_fixture import connection, producer  # noqa: F401
 from tests.worker.queue.members import claim
 
 from stoker_worker.ports import Serving

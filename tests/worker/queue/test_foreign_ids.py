@@ -7,9 +7,9 @@ from urllib.parse import urlsplit
 
 import pytest
 from redis import Redis
-from tests.lossy_proxy import LossyProxy
+from tests.support.lossy_proxy import LossyProxy
+from tests.support.worker_process import running_worker
 from tests.worker.queue.looking import CLAIMED
-from tests.worker_process import running_worker
 
 from stoker import JobFailed, JobNotFound, Producer
 from stoker_shared.errors import RedisUnavailable

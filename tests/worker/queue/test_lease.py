@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.private_server import free_port, private_server
-from tests.server_fixture import require_server_program
+from tests.support.private_server import free_port, private_server
+from tests.support.server_fixture import require_server_program
 from tests.worker.queue.processes import a_dead_process
 
 from stoker_shared.errors import QueueHeld

@@ -10,7 +10,7 @@ from rq import Retry
 from rq.job import Dependency, Job
 from rq.rate_limit import RateLimit
 from rq.serializers import JSONSerializer
-from tests.lossy_proxy import LossyProxy
+from tests.support.lossy_proxy import LossyProxy
 from tests.worker.queue.ends import fail, finish, give_back, stop
 from tests.worker.queue.looking import CLAIMED, LEASE, places
 

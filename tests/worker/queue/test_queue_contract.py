@@ -10,7 +10,7 @@ from rq.command import send_stop_job_command
 from rq.job import Job
 from rq.queue import Queue
 from rq.serializers import JSONSerializer
-from tests.in_memory.queue import InMemoryQueue
+from tests.support.in_memory.queue import InMemoryQueue
 from tests.worker.queue.ends import fail, finish, give_back
 from tests.worker.queue.looking import taken_over
 

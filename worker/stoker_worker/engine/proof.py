@@ -85,7 +85,7 @@ _COMPARED: Final = 256
 
 
 def rounds_inside(model: Any, ids: Sequence[int]) -> bool:
-    """Whether the answers of a float32 model to `ids` jump when weights change in their last places.
+    """True if the answers of a float32 model to `ids` jump when weights change in their last places.
 
     Only vectors change, such as the weights of norms, because they are small; they are put back.
     """

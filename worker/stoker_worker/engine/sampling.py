@@ -96,7 +96,7 @@ def guided(logits: mx.array, places: Iterable[Place]) -> mx.array:
         The same values but for the rows of `places`, which have minus infinity for tokens that may not come next.
     """
     allowed, floors = np.ones(logits.shape, np.bool_), [-np.inf] * logits.shape[0]
-    # What else has made an allowed token impossible, such as `min_tokens`, must not leave a row without any.
+    # Another rule, such as `min_tokens`, may have excluded every allowed token: a row must not be left without any.
     least = mx.finfo(logits.dtype).min
     for index, guide, token in places:
         if _write_allowed(guide, token, allowed[index]):

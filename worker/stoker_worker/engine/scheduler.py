@@ -221,7 +221,7 @@ class ConcurrentScheduler:
         return sum(sequence.n_left <= 1 for sequence in self.decoding.values()) + len(self.prefilled())
 
     def _fits(self, sequence: Sequence) -> bool:
-        """Whether `sequence` may join, with room for its next block. It waits while its beginning is prefilled."""
+        """True if `sequence` may join, with room for its next block. It waits while its beginning is prefilled."""
         if (beginning := self._beginning(sequence)) is not None and not beginning.is_prefilled:
             return False
         if not (self.decoding or self.prefilling):

@@ -62,7 +62,7 @@ def check_token_ids(request: GenerationRequest, vocabulary: int) -> None:
 
 
 def names_token_ids(request: GenerationRequest) -> bool:
-    """Whether `check_token_ids` has anything to check."""
+    """True if `check_token_ids` has anything to check."""
     return bool(request.stop_token_ids or request.logit_bias)
 
 
@@ -126,7 +126,7 @@ class Sequence:
 
     @property
     def ends_in_prefill(self) -> bool:
-        """Whether all is known that is wanted of it, without any answer."""
+        """True if all is known that is wanted of it, without any answer."""
         return self.work.request.max_tokens == 0 and self.n_cached + self.n_prefilled >= self.n_prompt - 1
 
     @property
@@ -168,7 +168,7 @@ class Sequence:
 
     @property
     def wants_snapshot(self) -> bool:
-        """Whether its caches are to be saved and hold exactly the tokens before the last one of the prompt."""
+        """True if its caches are to be saved and hold exactly the tokens before the last one of the prompt."""
         return self.work.save_from is not None and self.n_cached + self.n_prefilled == self.n_prompt - 1
 
     def take_prefix(self, prefix: RestoredPrefix, caches: list[Any]) -> None:

@@ -36,7 +36,7 @@ class BatchWidth:
 
     @property
     def is_searching(self) -> bool:
-        """Whether the cause of a broken step is still searched."""
+        """True if the cause of a broken step is still searched."""
         return self.now < self.most
 
     def broke(self, uids: Collection[int]) -> None:

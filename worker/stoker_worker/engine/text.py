@@ -80,7 +80,7 @@ class StopScanner:
 
     @property
     def has_found(self) -> bool:
-        """Whether a stop string is complete."""
+        """True if a stop string is complete."""
         return self._cut is not None
 
     @property

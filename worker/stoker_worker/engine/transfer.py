@@ -76,7 +76,7 @@ class MlxRoom(PrefixRoom):
 
 
 def mlx_dtype(layer: LayerSpec, spec: ModelCacheSpec) -> mx.Dtype:
-    """What a full-attention layer's K and V are in MLX; elsewhere the same bytes are of the spec's dtype."""
+    """The MLX dtype of a full-attention layer's K and V; elsewhere the same bytes have the spec's dtype."""
     dtype: mx.Dtype = mx.uint32 if layer.is_packed else getattr(mx, spec.dtype)
     return dtype
 

@@ -311,7 +311,7 @@ class Found:
 
 
 def all_found(trials: Iterable[Found]) -> Found:
-    """What several trials found together: the first fault of each kind."""
+    """The first fault of each kind that several trials found."""
     found = list(trials)
     return Found(
         next((x.fresh for x in found if x.fresh is not None), None),
@@ -338,7 +338,7 @@ class Reference:
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether another try may end otherwise: MLX raises `RuntimeError` when memory is short."""
+    """True if another try may end otherwise: MLX raises `RuntimeError` when memory is short."""
     return isinstance(error, (RuntimeError, MemoryError))
 
 

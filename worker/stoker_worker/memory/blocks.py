@@ -235,7 +235,7 @@ def empty_states(spec: ModelCacheSpec, n_tokens: int) -> tuple[LayerState, ...]:
 
 
 def fits(spec: ModelCacheSpec, layers: tuple[LayerKV, ...], n_tokens: int) -> bool:
-    """Whether arrays of another maker have the shapes and dtype of the full-attention layers' cache."""
+    """True if arrays of another maker have the shapes and dtype of the full-attention layers' cache."""
     dtype = as_uint16_if_bfloat16(spec.dtype)
     return [(keys.shape, values.shape) for keys, values in layers] == _kv_shapes(spec, n_tokens) and all(
         array.dtype == dtype for pair in layers for array in pair
@@ -243,7 +243,7 @@ def fits(spec: ModelCacheSpec, layers: tuple[LayerKV, ...], n_tokens: int) -> bo
 
 
 def state_fits(spec: ModelCacheSpec, states: tuple[LayerState, ...], n_tokens: int) -> bool:
-    """Whether arrays of another maker have the shapes and dtypes of a snapshot after `n_tokens` tokens."""
+    """True if arrays of another maker have the shapes and dtypes of a snapshot after `n_tokens` tokens."""
     return [[(array.shape, array.dtype) for array in arrays] for arrays in states] == _state_arrays(spec, n_tokens)
 
 

@@ -123,7 +123,7 @@ class Metrics(MetricsPort):
     def _histogram(
         self, name: str, text: str, buckets: Sequence[float], label: str = "", values: Sequence[str] = ()
     ) -> Histogram:
-        """Of seconds. `values`: as for a counter."""
+        """A histogram of seconds. `values`: as for a counter."""
         labels = [label] if label else ()
         histogram = Histogram(f"stoker_{name}_seconds", text, labels, buckets=buckets, registry=self.registry)
         for value in values:

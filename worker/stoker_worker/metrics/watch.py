@@ -315,7 +315,7 @@ class Watch:
 
         Args:
             port: 0 for any that is free.
-            stuck_after_s: a step of the engine that takes longer makes the worker not ready.
+            stuck_after_s: report not ready after a step of the engine this long.
 
         Raises:
             OSError: it cannot listen on the port.

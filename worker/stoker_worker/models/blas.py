@@ -78,7 +78,7 @@ def _candidates() -> Iterator[str]:
 
 
 def _offers_blas(library: str) -> bool:
-    """Whether the library exists and exports MLX's symbols. Loads it privately, so nothing is taken over yet."""
+    """True if the library exists and exports MLX's symbols. Loads it privately, so nothing is taken over yet."""
     try:
         return hasattr(ctypes.CDLL(library, mode=os.RTLD_LOCAL), _NEEDED_SYMBOL)
     except OSError:

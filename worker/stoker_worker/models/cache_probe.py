@@ -90,7 +90,7 @@ def _unknown(cache: Any) -> LayerSpec:
 
 
 def can_be_batched(model: Any) -> bool:
-    """Whether mlx-lm can put several sequences of this model into one batch."""
+    """True if mlx-lm can put several sequences of this model into one batch."""
     return all(hasattr(cache, "merge") for cache in leaves(make_prompt_cache(model)))
 
 

@@ -1,5 +1,5 @@
-"""What an operator adds to a model's folder: an adapter, a chat template, trust in its code. Owns their checks and the
-adapter's way into the model; engine thread. MLX is imported by `apply_adapter` only."""
+"""An operator's additions to a model's folder: an adapter, a chat template, trust in its code. Owns their checks and
+the adapter's way into the model; engine thread. MLX is imported by `apply_adapter` only."""
 
 import json
 from dataclasses import dataclass

@@ -25,7 +25,7 @@ _JSON: Final[dict[str, Any]] = {"whitespace_pattern": r"[ \n]{1,20}", "lenient":
 drop the parts of a schema that are not supported."""
 
 CallMarkers = tuple[str, str]
-"""What a tool call begins and ends with, each as an item of a Lark rule."""
+"""The beginning and end of a tool call, each as an item of a Lark rule."""
 
 
 def grammar_text(request: GenerationRequest, markers: CallMarkers | None) -> str | None:

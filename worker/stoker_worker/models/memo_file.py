@@ -13,7 +13,7 @@ from stoker_shared.durable_file import replace_file
 
 
 def read_memo(path: Path | None) -> dict[str, Any]:
-    """What is remembered; empty without a file."""
+    """The remembered entries; empty without a file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8")) if path else {}
     except (OSError, ValueError):

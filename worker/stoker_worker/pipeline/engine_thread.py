@@ -95,7 +95,7 @@ class Choices:
         return TextSoFar(text, self.job.prompt.markers)
 
     def progress(self, of_sequences: Mapping[int, SequenceProgress]) -> SequenceProgress:
-        """Of all choices together: the furthest stage, and the sums."""
+        """The progress of all choices together: the furthest stage, and the sums."""
         running = [of_sequences[uid] for uid in self.in_engine if uid in of_sequences]
         stages = {one.stage for one in running}
         return SequenceProgress(
@@ -155,7 +155,7 @@ class EngineThread(threading.Thread):
         self._waiting.put(None)
 
     def is_busy(self) -> bool:
-        """Whether anything is in the engine. Any thread."""
+        """True if anything is in the engine. Any thread."""
         return bool(self._running)
 
     def step_age_s(self) -> float:
@@ -260,7 +260,7 @@ class EngineThread(threading.Thread):
         return max(0.0, self._gather_until - time.monotonic()) if self._expects_more() else 0.0
 
     def _expects_more(self) -> bool:
-        """Whether to wait for the job that the loader has begun on."""
+        """Tells whether to wait for the job that the loader has begun on."""
         return bool(self._gathered) and self._gathered[-1].has_next and time.monotonic() < self._gather_until
 
     def _submit(self, engine: GenerationEnginePort, job: Job) -> None:

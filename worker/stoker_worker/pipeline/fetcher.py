@@ -183,7 +183,7 @@ class Fetcher(threading.Thread):
             self.leave()
 
     def _claim(self) -> bool:
-        """Whether any job was claimed."""
+        """True if any job was claimed."""
         in_flight = self._queue.in_flight()
         room = self._leaving.room(max(0, self._max_in_flight - len(in_flight)))
         busy = replace(busy_beside(in_flight), memory_is_away=self._store.is_away())

@@ -115,7 +115,7 @@ class Finisher:
             self._ended.put(None)
 
     def is_alive(self) -> bool:
-        """Whether all threads are alive: one that died took a job with it."""
+        """True if all threads are alive: one that died took a job with it."""
         return all(thread.is_alive() for thread in self.threads)
 
     def hurry(self) -> None:
@@ -370,7 +370,7 @@ class Finisher:
                 self._abandoned.wait(self._retry_s)
 
     def _may_wait(self, job: Job) -> bool:
-        """Whether a finished turn waits for the shared store: to generate it again costs more."""
+        """True if a finished turn waits for the shared store: to generate it again costs more."""
         now = time.monotonic()
         job.waits_since = job.waits_since or now
         is_stopping = self._hurries.is_set() or job.cancel.reason is not None

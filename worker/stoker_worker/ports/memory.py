@@ -39,13 +39,13 @@ StoredMessage = Message | OwnMessage
 
 
 def is_stored_alike(left: Message, right: Message) -> bool:
-    """Whether a store writes the same for both: an answer's generated text belongs to it."""
+    """True if a store writes the same for both: an answer's generated text belongs to it."""
     texts, others = ((m.generated, m.opened) if isinstance(m, OwnMessage) else None for m in (left, right))
     return texts == others and left.is_exactly(right)
 
 
 def continues(sent: Message, stored: Message) -> bool:
-    """Whether `sent` is the message `stored`, as a producer sends it back: without the thinking, or as the raw text."""
+    """True if `sent` is the message `stored`, as a producer sends it back: without the thinking, or as the raw text."""
     if sent.is_exactly(stored):
         return True
     if not isinstance(stored, OwnMessage):

@@ -209,7 +209,7 @@ class AnswerFormat:
 
 
 PLAIN_TEXT: Final = AnswerFormat()
-"""Of a model without thinking and without a tool parser."""
+"""The format of a model without thinking and without a tool parser."""
 
 
 def last_place(ids: Sequence[int], wanted: Sequence[int]) -> int:
@@ -307,7 +307,7 @@ class LoadedModel:
 
     @property
     def has_memory(self) -> bool:
-        """Whether caches of this model are saved and restored."""
+        """True if caches of this model are saved and restored."""
         return self.mode.memory and self.spec.can_be_stored
 
     def make_room(self, n_tokens: int, n_left: int) -> PrefixRoom | None:

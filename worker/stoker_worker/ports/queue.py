@@ -15,7 +15,7 @@ PlaceOf = Callable[[str], tuple[int, int]]
 
 
 class LastVersion(NamedTuple):
-    """What Redis knows of an agent's newest version: a hint and a lower bound, which may be lost without harm.
+    """Redis' knowledge of an agent's newest version: a hint and a lower bound, which may be lost without harm.
 
     Attributes:
         number: the version's.
@@ -65,7 +65,7 @@ class Busy:
         return self.writing | self.reading
 
     def bars(self, use: MemoryUse) -> bool:
-        """Whether a job that uses memory like this has to wait."""
+        """True if a job that uses memory like this has to wait."""
         if self.memory_is_away and use.agent_id is not None:
             return True
         return use.agent_id in self.writing or (use.access == "write" and use.agent_id in self.reading)
@@ -166,7 +166,7 @@ class ClaimedJob(Protocol):
         return None if self.last is None or self.last.is_here else self.last.member
 
     def is_ours(self) -> bool:
-        """Whether this run of the job is still this worker's to end."""
+        """True if this run of the job is still this worker's to end."""
         ...
 
     def begin_save(self) -> None:
@@ -228,7 +228,7 @@ class ClaimedJob(Protocol):
 
 @dataclass(frozen=True)
 class Serving:
-    """What a worker offers.
+    """A worker's offer to producers.
 
     Attributes:
         context_tokens: the longest prompt and answer together.
@@ -250,7 +250,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class DataLoss:
-    """What a worker has noticed of data that Redis lost, since the worker's start.
+    """Data that Redis lost, as far as a worker has noticed, since the worker's start.
 
     Attributes:
         times: how often.
@@ -302,11 +302,11 @@ class QueuePort(Protocol):
         ...
 
     def has_unread(self) -> bool:
-        """Whether the last `claim` stopped before it knew all that waits, so that the next may find more."""
+        """True if the last `claim` stopped before it knew all that waits, so that the next may find more."""
         ...
 
     def knows_all(self) -> bool:
-        """Whether the last `claim` has looked at all that waits: then `waiting_agents` are all that there are."""
+        """True if the last `claim` has looked at all that waits: then `waiting_agents` are all that there are."""
         ...
 
     def waiting_agents(self) -> frozenset[str]:
@@ -348,7 +348,7 @@ class QueuePort(Protocol):
         ...
 
     def has_dead(self) -> bool:
-        """Whether the last `claim` saw that another worker has died, whose jobs `recover` puts back; no round trip."""
+        """True if the last `claim` saw that another worker has died, whose jobs `recover` puts back; no round trip."""
         ...
 
     def leave(self) -> None:
@@ -364,7 +364,7 @@ class QueuePort(Protocol):
         ...
 
     def is_empty(self) -> bool:
-        """Whether no job waits in any of the queues."""
+        """True if no job waits in any of the queues."""
         ...
 
     def announce(self, serving: Serving) -> None:
@@ -377,11 +377,11 @@ class QueuePort(Protocol):
         ...
 
     def data_loss(self) -> DataLoss:
-        """What was noticed of data that Redis lost. Any thread; no round trip."""
+        """The noticed losses of Redis' data. Any thread; no round trip."""
         ...
 
     def is_suspended(self) -> bool:
-        """Whether the last `claim` saw that an operator has suspended the workers. Any thread; no round trip."""
+        """True if the last `claim` saw that an operator has suspended the workers. Any thread; no round trip."""
         ...
 
     def hang_up(self) -> None:

@@ -46,7 +46,7 @@ _LOOK_AGAIN_S: Final = 1.0
 
 _LOOK_AROUND_S: Final = 0.5
 _REST_SHARE: Final = 20.0
-"""Rests last so many times as long as a look, which walks past all jobs that are left to other workers."""
+"""Pause this many times as long as a scan took, which passes all jobs that are left to other workers."""
 
 
 class Granted(NamedTuple):
@@ -322,7 +322,7 @@ class ClaimOrder:
         return False
 
     def _quarantined_comes_first(self, busy: Busy) -> bool:
-        """Whether a quarantined job has waited for so long that nothing may start before it. Of several workers on a
+        """True if a quarantined job has waited for so long that nothing may start before it. Of several workers on a
         queue, one stops for it."""
         alone = Busy(memory_is_away=busy.memory_is_away)
         waits = [name for name, claimer in self.claimers.items() if claimer.next_quarantined(alone) is not None]

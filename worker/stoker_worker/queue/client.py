@@ -47,14 +47,14 @@ def lua(*names: str) -> str:
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether Redis is away or cannot write just now. Anything else it refuses, it refuses again."""
+    """True if Redis is away or cannot write just now. Anything else it refuses, it refuses again."""
     if isinstance(error, _AWAY):
         return True
     return isinstance(error, ResponseError) and _CANNOT_WRITE_NOW.match(str(error)) is not None
 
 
 def reason_of(error: RedisError) -> str:
-    """What is wrong, for the log: in the server's own words, and without any part of a command, which may hold a
+    """The error for the log: in the server's own words, and without any part of a command, which may hold a
     password or a result."""
     if isinstance(error, AuthenticationError):
         return "Redis refuses the login"

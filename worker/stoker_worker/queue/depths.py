@@ -20,7 +20,7 @@ from stoker_worker.queue.client import as_redis_unavailable
 from stoker_worker.queue.json_job import raw, text
 
 _LOOKED_AT: Final = 100
-"""Of so many jobs at the front, the oldest is looked for: newer ones may have been put before it."""
+"""The oldest job is searched among this many at the front: newer ones may have been put before it."""
 
 _MOST_QUEUES: Final = 100
 """Without a worker: whoever may enqueue can make queues, and each is a series in Prometheus."""

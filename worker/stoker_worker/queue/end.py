@@ -166,7 +166,7 @@ _OF_THE_DATA: Final = re.compile(r"\bWRONGTYPE\b|\b(hash )?value is (not|out of)
 
 
 def is_the_jobs(error: BaseException) -> bool:
-    """Whether an error comes from what is in Redis of one job, so that it comes again with each try."""
+    """True if an error comes from what is in Redis of one job, so that it comes again with each try."""
     if isinstance(error, DataError | WatchError) or not isinstance(error, RedisError):
         return True
     return isinstance(error, ResponseError) and _OF_THE_DATA.search(str(error)) is not None

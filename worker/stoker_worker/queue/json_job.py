@@ -60,7 +60,7 @@ OF_THE_RUN: Final = (FIELD_ATTEMPTS, FIELD_LOST_ALONE, FIELD_SAVING)
 """Fields that a job's hash loses when a run of it ends, unless the job is put back."""
 
 _MOST_BYTES: Final = 2 * MAX_DATA_BYTES
-"""Of all fields that are read, as they are stored."""
+"""Bytes of all fields that are read, as they are stored."""
 
 
 class _Json(JSONSerializer):
@@ -88,19 +88,19 @@ class JsonJob(Job):
     at_end: Callable[[Pipeline], None] | None = None
     """Called with the same transaction, just before the commands that remove the execution."""
     is_listened_to: bool = False
-    """Whether a reader wants the text as it is generated."""
+    """True if a reader wants the text as it is generated."""
     has_progress: bool = False
-    """Whether its `meta` holds the progress of an earlier run, whose worker was lost."""
+    """True if its `meta` holds the progress of an earlier run, whose worker was lost."""
     raw_created_at: str = ""  # RQ replaces a missing value by the time of reading, which would identify no delivery
     raw_repeats_left: bytes = b""
     packs_result: bool = False
-    """Whether its producer wants a compressed result."""
+    """True if its producer wants a compressed result."""
     tried: str = ""
     """Its `FIELD_TRIED`."""
     batch: str = ""
     """The batch with which it may be canceled; empty for none."""
     was_saving: bool = False
-    """Whether an earlier run of this delivery had begun to save its turn."""
+    """True if an earlier run of this delivery had begun to save its turn."""
     data_hash: bytes = b""
     """The `hash_of` the data, unpacked."""
     stamp: str = ""
@@ -190,7 +190,7 @@ class JsonJob(Job):
     def dependencies_are_met(
         self, parent_job: Job | None = None, pipeline: Pipeline | None = None, *args: Any, **options: Any
     ) -> bool:
-        """Whether the job may be enqueued, as far as its dependencies go; ``False`` if it was canceled, or its id was
+        """True if the job may be enqueued, as far as its dependencies go; ``False`` if it was canceled, or its id was
         used again meanwhile.
 
         RQ keeps such an id among those that wait for the old parent. When that parent ends, RQ would enqueue the new
@@ -278,13 +278,13 @@ def ask_fields(client: Redis | Pipeline, key: str, names: Sequence[str | bytes],
 
 
 def _fields(values: Sequence[bytes | int | None]) -> dict[bytes, bytes | int]:
-    """What `JsonJob.restore` takes. In place of a value that is too long there is its length."""
+    """The fields for `JsonJob.restore`. A value that is too long is replaced by its length."""
     named = zip(_READ_FIELDS, values, strict=True)
     return {name: value for name, value in named if value is not None}
 
 
 def hash_of(data: bytes) -> bytes:
-    """Of a job's unpacked data."""
+    """The SHA-1 of a job's unpacked data."""
     return hashlib.sha1(data, usedforsecurity=False).digest()
 
 
@@ -299,7 +299,7 @@ def as_count(value: bytes | None) -> int:
 
 
 def is_rqs(job_id: object) -> bool:
-    """Whether RQ can fetch a job of this id, and tell its executions from those of others."""
+    """True if RQ can fetch a job of this id, and tell its executions from those of others."""
     return isinstance(job_id, str) and _OF_RQ.fullmatch(job_id) is not None
 
 
@@ -373,7 +373,7 @@ _FORMS: Final[Mapping[bytes, Callable[[bytes], object]]] = {
     b"repeat_intervals": _are_intervals,
     b"webhooks": _are_webhooks,
 }
-"""What each field that RQ decodes has to be. RQ reads an empty field as a missing one, nearly everywhere."""
+"""The type of each field that RQ decodes. RQ reads an empty field as a missing one, nearly everywhere."""
 
 _OURS: Final = (FIELD_ATTEMPTS, FIELD_LOST_ALONE, FIELD_STREAM, FIELD_PACKED, FIELD_SAVING, FIELD_BATCH, FIELD_TRIED)
 _READ_FIELDS: Final = (b"data", b"meta", *_FORMS, *(name.encode() for name in _OURS))

@@ -76,7 +76,7 @@ class Member:
         is_ready: its model is loaded.
         is_leaving: it drains: it claims nothing more.
         recovers: the dead member whose jobs it puts back in that one's name; empty: none.
-        pids: whose pids its own is among: that of a process in another container tells nothing here. Empty: of all.
+        pids: the PID namespace of the process; a pid of another container tells nothing here. Empty: the host's.
     """
 
     name: str
@@ -284,7 +284,7 @@ NO_STORE: Final = OwnStore()
 
 
 class BeforeRenewal(NamedTuple):
-    """What was known when a renewal was sent: how often data was lost, and the highest number."""
+    """The state when a renewal was sent: how often data was lost, and the highest number."""
 
     times: int
     highest: int
@@ -334,7 +334,7 @@ class LostData:
         )
 
     def had_in_flight(self, claim_number: int) -> bool:
-        """Whether a job that is in flight was so when the last loss was noticed."""
+        """True if a job that is in flight was so when the last loss was noticed."""
         return claim_number <= self._last_claim
 
     def so_far(self) -> DataLoss:
@@ -403,7 +403,7 @@ class Lease:
 
     @property
     def is_held(self) -> bool:
-        """Whether it was acquired and not released; no round trip."""
+        """True if it was acquired and not released; no round trip."""
         return self._fence > 0
 
     @property
@@ -474,7 +474,7 @@ class Lease:
         return bool(reply)
 
     def is_ours(self) -> bool:
-        """Whether no other worker has taken it. A lease that ran out is taken up again, as in `lua/holds.lua`."""
+        """True if no other worker has taken it. A lease that ran out is taken up again, as in `lua/holds.lua`."""
         return self.renew()
 
     def settle(self) -> None:

@@ -48,7 +48,7 @@ class Members:
         return {name: member for name, member in self.others.items() if queue in member.queues}
 
     def is_first(self, queue: str) -> bool:
-        """Whether this worker does on the queue what one member has to do: of those that stay, it is the first by name.
+        """True if this worker does on the queue what one member has to do: of those that stay, it is the first by name.
         For a moment two may think so; all of it may be done twice."""
         before = (member for name, member in self.others.items() if name < self.me and not member.is_leaving)
         return not any(queue in member.queues for member in before)
@@ -92,7 +92,7 @@ class Members:
         )
 
     def is_alive(self, worker: str) -> bool:
-        """Whether the RQ worker of this name is a member's, this worker included."""
+        """True if the RQ worker of this name is a member's, this worker included."""
         return worker in self._workers or worker == self._lease.worker_name
 
     def _leases(self, names: Iterable[str]) -> dict[str, bytes | None]:

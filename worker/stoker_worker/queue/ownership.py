@@ -1,4 +1,4 @@
-"""Whether a run is still this worker's to end, also after its job's id was enqueued once more. Any thread.
+"""True if a run is still this worker's to end, also after its job's id was enqueued once more. Any thread.
 
 Owns no state. There are three reasons why a run may not simply be ours. This worker has ended it, and the reply was
 lost. It was taken away: another worker recovered it, or it was canceled or deleted. Or a job with the same id was

@@ -92,7 +92,7 @@ class ProgressMeta:
         self._note(keys=[run.job.key, run.execution.key], args=[meta, written], client=pipeline)
 
     def clear(self, job_key: str) -> None:
-        """Of a job that does not run any more, and that `JobFinish` did not end."""
+        """Clear the progress of a job that does not run any more and that `JobFinish` did not end."""
         meta = None
         with suppress(ResponseError):  # its key is no hash any more
             meta = self._connection.hget(job_key, "meta")

@@ -93,7 +93,7 @@ class RqQueue(QueuePort):
         except Exception as error:
             if not claimed:
                 raise
-            # What was started is ours, and runs only if it is returned. The rest is put back before the next claim.
+            # Jobs that were started must be returned, or they never run. The rest is put back before the next claim.
             log.warning("a claim broke off (%s: %s)", type(error).__name__, error)
         finally:
             self._in_flight.all_started()

@@ -200,7 +200,7 @@ class PassedOver:
         self._first.pop(job_id, None)
 
     def for_long(self, job_id: str, n_given: int) -> bool:
-        """Whether the job may be passed over no more."""
+        """True if the job may be passed over no more."""
         n_before, since = self._first.get(job_id, (n_given, self._clock()))
         return n_given - n_before >= MOST_PASSED or self._clock() - since >= MOST_PASSED_S
 
@@ -288,7 +288,7 @@ class FairQueue:
         return list(islice(reversed(self._jobs), count))
 
     def is_nearer_to_the_end(self, job_id: str) -> bool:
-        """Whether a job is nearer to the end of the queue than to its front."""
+        """True if a job is nearer to the end of the queue than to its front."""
         return 2 * self._jobs[job_id].place > next(iter(self._jobs.values())).place + self._back
 
     def unlearned(self, count: int) -> list[str]:
@@ -363,7 +363,7 @@ class FairQueue:
         return min(ready).job_id if ready else None
 
     def _goes_now(self, job: Waiting, n_given: int) -> bool:
-        """Whether no other job passes it, after `n_given` places."""
+        """True if no other job passes it, after `n_given` places."""
         agent_id = job.use.agent_id
         return agent_id is None or self.is_at_hand(agent_id) or self._passed_over.for_long(job.job_id, n_given)
 
@@ -421,7 +421,7 @@ class QueueView:
 
     @property
     def has_unread(self) -> bool:
-        """Whether `read_ahead` stopped before it knew all waiting jobs."""
+        """True if `read_ahead` stopped before it knew all waiting jobs."""
         return not self._is_whole or bool(self.waiting.unlearned(1))
 
     def correct(self, job_id: str, use: MemoryUse, *, quarantined: bool) -> None:
@@ -499,7 +499,7 @@ class QueueView:
 
 
 def _without_known(before: Sequence[bytes], known: Sequence[str]) -> list[bytes]:
-    """What came in before a known id, without the known ids before that one that are still in front of it."""
+    """The ids that came in before a known id, without the known ids before that one that are still in front of it."""
     left, older = list(before), iter(reversed(known))
     while left and any(text(left[-1]) == job_id for job_id in older):
         left.pop()
@@ -507,7 +507,7 @@ def _without_known(before: Sequence[bytes], known: Sequence[str]) -> list[bytes]
 
 
 def use_in(data: bytes | None) -> MemoryUse:
-    """Of a job with this stored `data`; `UNUSED` if it cannot be read."""
+    """The memory use of a job with this stored `data`; `UNUSED` if it cannot be read."""
     try:
         request = read_json(unpacked(data or b""), MAX_DATA_BYTES)[3][REQUEST_KWARG]
         agent_id, cache, action = (request.get(name) for name in ("agent_id", "cache", "action"))

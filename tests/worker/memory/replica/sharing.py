@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from tests.private_server import free_port
+from tests.support.private_server import free_port
 from tests.worker.memory.agents import AgentOf, FastDisk
 
 from stoker_worker.memory.replica.agent_store import ReplicatedStore

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.private_server import free_port
+from tests.support.private_server import free_port
 from tests.worker.memory.replica.sharing import BOTH, Machine, Share
 
 from stoker_shared.errors import SharedStoreAway, StoreUnusable

@@ -66,7 +66,7 @@ class RowsKV:
         return RowsKV(self.parts, [array.astype(dtype) for array in self.arrays], prefixes)
 
     def combined(self, function: Callable[..., mx.array], *others: "RowsKV") -> "RowsKV":
-        """What `function` makes of each part's array and those of `others`; of its prefix and theirs as well."""
+        """Apply `function` to each part's array and those of `others`, and to the prefixes."""
         all_of_them = (self, *others)
         arrays = [function(*of_part) for of_part in zip(*(one.arrays for one in all_of_them), strict=True)]
         prefixes = [
@@ -98,7 +98,7 @@ class _Factor(mx.array):
 
 @dataclass(frozen=True, slots=True)
 class _Scores:
-    """What a model adds to the scores of its attention: of each part, (rows, n_heads, queries, tokens)."""
+    """A model's additions to the scores of its attention, for each part: (rows, n_heads, queries, tokens)."""
 
     arrays: list[mx.array]
 
@@ -232,7 +232,7 @@ class _LayerCache:
 
 
 class Step:
-    """What the layers of one step have in common.
+    """The values that all layers of one step share.
 
     Attributes:
         groups: all decoding rows, in the order of the pass's inputs.

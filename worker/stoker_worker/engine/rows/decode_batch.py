@@ -217,7 +217,7 @@ class DecodeBatch:
 
 
 def _are_first_tokens(order: Sequence[Row]) -> bool:
-    """Whether the tokens that are read now are the first that any of the rows gets: beside others that decode, the step
+    """True if the tokens that are read now are the first that any of the rows gets: beside others that decode, the step
     after would take the time of two passes."""
     return any(row.has_generated for row in order) and not any(row.n_generated for row in order)
 

@@ -51,7 +51,7 @@ class RowGroup:
         return 0 if self.prefix is None else self.prefix.n_tokens
 
     def takes(self, n_tokens: int) -> bool:
-        """Whether a row of this length may join."""
+        """True if a row of this length may join."""
         longest, shortest = max(n_tokens, *self.lengths), min(n_tokens, *self.lengths)
         return longest <= MOST_SHARED_TOKENS and longest - shortest <= MOST_APART
 
@@ -109,7 +109,7 @@ class RowGroup:
 
     @property
     def is_outgrown(self) -> bool:
-        """Whether the rows have become too long to lie together."""
+        """True if the rows have become too long to lie together."""
         return len(self) > 1 and max(self.lengths) >= 2 * MOST_SHARED_TOKENS
 
     def begin_step(self, n_tokens: int = 1) -> None:

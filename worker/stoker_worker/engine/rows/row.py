@@ -38,7 +38,7 @@ class NgramLookup:
 
     @property
     def is_repeating(self) -> bool:
-        """Whether the row gets a draft."""
+        """True if the row gets a draft."""
         return self._n_repeated >= self._needed
 
     def follow(self, tokens: Sequence[int]) -> None:

@@ -59,7 +59,7 @@ class PrefillRow:
 
     @property
     def is_ready(self) -> bool:
-        """Whether only the prompt's last token is left."""
+        """True if only the prompt's last token is left."""
         return len(self.segments) == 1 and len(self.segments[0]) == 1
 
     @property

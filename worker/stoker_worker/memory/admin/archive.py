@@ -48,7 +48,7 @@ _MOST_BYTES: Final = {
     re.compile(r"(?:tail|snapshot-[01])\.safetensors"): 2**32,
     re.compile(r"blocks/[0-9a-f]{1,16}/([0-9a-f]{2})/\1[0-9a-f]{62}\.safetensors"): 2**32,
 }
-"""Of the members that an archive may have."""
+"""The names that an archive's members may have."""
 _HEADER_BYTES: Final = tarfile.BLOCKSIZE
 _READ_BYTES: Final = 1 << 20
 

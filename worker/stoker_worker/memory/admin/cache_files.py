@@ -27,7 +27,7 @@ from stoker_worker.ports import AgentVersion, CachedPrefix, Transcript
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 
 PIECE_NAMES: Final = ("tail.safetensors", *(f"snapshot-{index}.safetensors" for index in range(MOST_SNAPSHOTS)))
-"""Of a version's own files, without its number; in the order of `PieceFolder.paths`."""
+"""The names of a version's own files, without its number; in the order of `PieceFolder.paths`."""
 
 
 def files_of(parts: StoreParts, version: AgentVersion) -> dict[str, tuple[Path, Callable[[Path], object]]]:
@@ -47,7 +47,7 @@ def files_of(parts: StoreParts, version: AgentVersion) -> dict[str, tuple[Path, 
 
 
 def check_piece(path: Path, version: AgentVersion, snapshot: int | None) -> None:
-    """Whether the file is the version's tail, or its snapshot of this place in `CachedPrefix.snapshots`.
+    """True if the file is the version's tail, or its snapshot of this place in `CachedPrefix.snapshots`.
 
     Raises:
         Damaged: it is not.
@@ -73,7 +73,7 @@ def check_belongs(
 
 
 def check_block(path: Path, model: str, address: str) -> str:
-    """Whether the file is the block of this address, of the model whose fingerprint begins so; returns its parent.
+    """True if the file is the block of this address, of the model whose fingerprint begins so; returns its parent.
 
     Raises:
         Damaged: it is not.
@@ -163,7 +163,7 @@ def _remove_others(pieces: PieceFolder, own: list[Path], transcript: Transcript,
 
 
 def _note_model(connection: Connection, model: str, files: Iterable[Path]) -> None:
-    """What reading ahead needs to know of a model: one of these files tells it."""
+    """Note the facts about a model that reading ahead needs; any of these files has them."""
     if cache_index.read_model(connection, model) is None:
         for path in files:
             with suppress(Damaged, FileNotFoundError, KeyError):

@@ -15,7 +15,7 @@ PAGE: Final = 4096
 _TABLE_LEAF, _INDEX_LEAF, _INDEX_INNER = 0x0D, 0x0A, 0x02
 _LEAST_LOCAL: Final = (PAGE - 12) * 32 // 255 - 23
 _SIZES: Final = (0, 1, 2, 3, 4, 6, 8, 8, 0, 0, 0, 0)
-"""Of a value, by its kind, unless it is a text or a blob."""
+"""Bytes of a value, by its kind, unless it is a text or a blob."""
 _LOG_HEADER: Final = 32
 _LOG_CHECKSUM: Final = struct.Struct(">II")
 _FRAME_HEADER: Final = struct.Struct(">II8sII")

@@ -28,7 +28,7 @@ _UNUSED: Final = (
 
 @dataclass(frozen=True)
 class Collected:
-    """What was removed, or is to be removed: numbers of files, and their allocated bytes.
+    """The removed files, or those to be removed: numbers of files, and their allocated bytes.
 
     Attributes:
         orphans: cache files without a row.

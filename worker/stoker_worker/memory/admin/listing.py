@@ -31,7 +31,7 @@ _COUNTS: Final = {
 _USED: Final = "strftime('\"%Y-%m-%dT%H:%M:%S+00:00\"', CAST(last_used AS INTEGER), 'unixepoch')"
 _FORM: Final = ", ".join(f'"{name}": %d' for name in _COUNTS)
 _REST: Final = f"printf('{_FORM}, \"last_used\": ', {', '.join(_COUNTS.values())}) || ifnull({_USED}, 'null')"
-"""What no checksum covers: in a damaged row, a value of any type is printed as a number."""
+"""Columns that no checksum covers: in a damaged row, a value of any type is printed as a number."""
 _SIZED: Final = "agents LEFT JOIN blocks ON address = last_block"
 _ROWS: Final = f"SELECT number, agent_id, key, version, head, unsaved, checksum, {_REST} FROM {_SIZED}"
 _OK: Final = '"ok", "problem": null'

@@ -130,7 +130,7 @@ class _Salvage:
             # No checksum covers the others, which count and order.
             counts = (x if isinstance(x, int | float) and abs(x) < 1e18 else 0 for x in row[7:-1])
             places = ", ".join(f"?{place}" for place in range(1, _AGENT_COLUMNS))
-            # Of two rows of one agent, one lies in a page that lacks its newest change.
+            # If an agent has two rows, one lies in a page that lacks its newest change.
             self._to.execute(  # the last column is by the clock of the store that was
                 f"INSERT OR REPLACE INTO agents SELECT {places}, 0 WHERE NOT EXISTS (SELECT 1 FROM agents"
                 " WHERE (number = ?1 OR agent_id = ?2) AND (number, version) > (?1, ?4))",
@@ -175,7 +175,7 @@ class _Salvage:
         transcripts.put_row(self._to, row, last_used=time.time(), or_else="OR IGNORE")
 
     def _judge(self, agent_id: str, doubt: str | None, *, has_row: bool) -> None:
-        """Whether the agent is whole, refuses or is lost."""
+        """True if the agent is whole, refuses or is lost."""
         if agent_id.startswith(_LOST):
             self.lost[agent_id] = "its id is lost; the name is the SHA-256 of the id"
             return

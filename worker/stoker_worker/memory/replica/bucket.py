@@ -205,8 +205,8 @@ class Bucket:
         return found.changed_at
 
     def half_written(self, folders: Iterable[str], limit_s: float) -> list[tuple[Path, int, float]]:
-        """What killed processes left of objects below these folders, which no other call shows: the file, its bytes,
-        and when it was changed (Unix time). A bucket has none. Raises `BucketAway`."""
+        """The remains of objects that killed processes left below these folders: the file, its bytes, and when it was
+        changed (Unix time). No other call shows them, and a bucket has none. Raises `BucketAway`."""
 
         def look() -> list[tuple[Path, int, float]]:
             found = []

@@ -72,7 +72,7 @@ def pieces_prefix(key: str) -> str:
 
 
 def is_cache_file(name: str) -> bool:
-    """Whether a worker gives such a name to a block or a piece."""
+    """True if a worker gives such a name to a block or a piece."""
     return _CACHE_FILE.fullmatch(name) is not None
 
 
@@ -187,7 +187,7 @@ class SharedCaches:
         return dict(files.values()) if has_blocks else {}, dict(pieces)
 
     def _wrote(self, path: Path, check: _Check, pace: Callable[[int], None]) -> bool:
-        """Whether the file is there now. A damaged one is left to the next restore, which removes it."""
+        """True if the file is there now. A damaged one is left to the next restore, which removes it."""
         name, is_block = self._name_of(path), path.is_relative_to(self._parts.blocks.path)
         if not (is_block and self._bucket.has(name)):
             try:

@@ -26,7 +26,7 @@ _LIMIT_S: Final = 3600.0
 
 @dataclass(frozen=True)
 class CollectedThere:
-    """What was removed, or is to be removed.
+    """The removed objects, or those to be removed.
 
     Attributes:
         files: cache files, and half-written ones. `bytes`: theirs.

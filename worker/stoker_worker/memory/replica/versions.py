@@ -250,7 +250,7 @@ class Versions:
         return [version for version in found if version is not None]
 
     def _follows(self, version: SharedVersion, checksum_here: ChecksumHere) -> bool:
-        """Whether the version before is the same here as there."""
+        """True if the version before is the same here as there."""
         number = version.next.number
         if version.record is None or (ours := checksum_here(number - 1)) is None:
             return False

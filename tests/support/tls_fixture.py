@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from tests.private_server import ServerDidNotStart, free_port, private_server
+from tests.support.private_server import ServerDidNotStart, free_port, private_server
 
 from stoker_worker.embedded_redis import find_program
 

@@ -1,6 +1,6 @@
 """A program of ours, run in this process while a profiler notes each product file that it enters, in order.
 
-    python -m tests.traced_process FOLDER worker|producer ARGUMENT...
+    python -m tests.support.traced_process FOLDER worker|producer ARGUMENT...
 
 The phases of a worker are files in FOLDER that the test makes: functions that run before ``job`` exists, in an idle
 worker, do not count, and after ``done`` nothing does. The files entered go to ``FOLDER/entered``, a line each.
@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = tuple(f"{ROOT / side}/" for side in ("shared", "producer", "worker"))
 
 

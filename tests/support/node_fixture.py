@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "docs" / "examples" / "producer.mjs"
+EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "producer.mjs"
 
 
 @pytest.fixture(scope="session")

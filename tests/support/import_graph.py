@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"stoker_shared": ROOT / "shared", "stoker": ROOT / "producer", "stoker_worker": ROOT / "worker"}
 EXPERIMENTS = ROOT / "experiments"
 

@@ -10,7 +10,7 @@ import pytest
 from stoker_shared.errors import ModelNotLoadable
 from stoker_worker.models import gguf
 
-CHECKOUT = Path(__file__).resolve().parent.parent
+CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def smollm2_gguf() -> Path:

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from tests.support.wait import wait_for
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment() -> dict[str, str]:

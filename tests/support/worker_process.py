@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from tests.forked_worker import ForkedWorker, ForkServer
+from tests.support.forked_worker import ForkedWorker, ForkServer
 from tests.support.wait import wait_for
 
 
