@@ -246,9 +246,8 @@ def test_a_store_without_a_conversation_keeps_no_other_store_out(connection, joi
     first = join("a", has_agents=False)
     assert first.renew()
     assert not connection.exists(STORE_KEY.format(queue="q"))
-    first.has_agents = True  # its first turn
-    assert first.renew()
-    first.leave()
+    first.has_a_turn()
+    first.leave()  # before its next heartbeat
     refused(worker("b", store="two", has_agents=False), StoreUnusable)
     join("b", store="two", has_agents=False, new_store=True).leave()
     assert kept(connection) == "store one"  # which still has what "two" has not

@@ -63,6 +63,7 @@ class RqClaimedJob(ClaimedJob):
         with self._lost_is_told():
             if self.ends.ownership.of(self.run, saves=True) != "ours":
                 raise OwnershipLost(f"job {self.job_id} is no longer this worker's")
+        self.ends.ownership.lease.has_a_turn()
 
     @as_redis_unavailable()
     def finish(self, result: Mapping[str, Any]) -> bool:
@@ -74,8 +75,6 @@ class RqClaimedJob(ClaimedJob):
             result, also = {**result, **verdict.as_fields()}, partial(self.ends.cascade.count, verdict=verdict)
         with self._lost_is_told():
             self.ends.finish(self.run, result, also)
-        if self.memory_use.access == "write":
-            self.ends.ownership.lease.has_agents = True
         self.ends.streams.close(self.claim_number, ended=True)
         return True
 

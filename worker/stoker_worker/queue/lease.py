@@ -354,8 +354,7 @@ class Lease:
         ttl_s: how long it lasts after a renewal.
         former_queues: where an earlier holder, which did not leave, has claimed, until `settle`.
         lost_data: what the renewals have shown.
-        has_agents: whether the store has conversations, so that another one must not take its place unnoticed. Set by
-            the thread that finishes the first turn.
+        has_agents: whether the store has conversations, so that another one must not take its place unnoticed.
     """
 
     def __init__(
@@ -472,6 +471,12 @@ class Lease:
         if reply:
             self.lost_data.renewed(reply, before)
         return bool(reply)
+
+    def has_a_turn(self) -> None:
+        """The store is about to get a conversation: Redis notes the store before its first turn, not after."""
+        if not self.has_agents:
+            self.has_agents = True
+            self.renew()
 
     def is_ours(self) -> bool:
         """True if no other worker has taken it. A lease that ran out is taken up again, as in `lua/holds.lua`."""
