@@ -19,7 +19,7 @@ IDLE_S = 3
 """Long enough for each thing that an idle worker does, by the settings below."""
 SETTINGS = {"STOKER_HEARTBEAT_S": "0.2", "STOKER_LEASE_TTL_S": "5", "STOKER_RECOVER_S": "0.3"}
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 
 def test_a_job_enters_few_files(redis_url: str, tmp_path: Path) -> None:

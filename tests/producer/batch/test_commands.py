@@ -16,7 +16,7 @@ from stoker.batch import work
 from stoker.batch.output_file import OutputFile
 from stoker.cli import main
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 
 @pytest.fixture

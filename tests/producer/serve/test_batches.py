@@ -12,7 +12,7 @@ from stoker.serve import batch_runner
 from stoker.serve.settings import Tokens
 from stoker.serve.store import BatchStore, StoredBatch
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 CHAT = "/v1/chat/completions"
 

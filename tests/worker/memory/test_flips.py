@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from tests.worker.memory.flips import Flipper, Judge, Truth
 
+pytestmark = pytest.mark.slow
+
 IS_DEEP = "DEEP" in os.environ
 N_FLIPS, N_AGENTS = (5000, 200) if IS_DEEP else (120, 30)
 SEED = int(os.environ.get("FLIP_SEED", "1"))

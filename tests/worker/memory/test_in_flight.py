@@ -14,6 +14,8 @@ from stoker_worker.memory import store as store_module
 from stoker_worker.memory.locks import InFlight, working_on
 from stoker_worker.ports import Delivery
 
+pytestmark = pytest.mark.slow
+
 NOBODY: frozenset[str] = frozenset()
 
 

@@ -28,6 +28,8 @@ from stoker_worker.memory.read_ahead import WholeCache
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import LoadedModel
 
+pytestmark = pytest.mark.slow
+
 LONG = ids(1500)
 PLENTY = 1 << 30
 ROOM = 430 * SPEC.bytes_per_token

@@ -14,7 +14,7 @@ from stoker_shared.errors import OwnershipLost, QueueHeld
 from stoker_shared.wire import CLAIMED_KEY, FENCE_KEY, HELD_KEY, LEASE_KEY, MEMBERS_KEY, TASK_PATH
 from stoker_worker.ports import Busy
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 
 def test_an_agent_in_flight_is_claimed_by_nobody_else_whichever_queue_its_next_job_is_in(producer, join):

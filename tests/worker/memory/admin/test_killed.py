@@ -16,6 +16,8 @@ from stoker_worker.memory.admin.backup import back_up, restore
 from stoker_worker.memory.admin.salvage import salvage
 from stoker_worker.memory.store_parts import opened
 
+pytestmark = pytest.mark.slow
+
 NAMES = [f"agent-{n}" for n in range(8)]
 N_KILLS = 200 if "DEEP" in os.environ else 5
 KILLED_AT = """

@@ -32,6 +32,8 @@ from stoker_worker.memory.replica.shared_replica import opened_with_shared
 from stoker_worker.memory.replica.versions import EMPTIED, versions_folder
 from stoker_worker.ports import Delivery, LastVersion
 
+pytestmark = pytest.mark.slow
+
 LONG = ids(2000)
 Start = Callable[..., Machine]
 MODELS = {"full": MODEL, **{name: make_model(name, spec=spec) for name, spec in SNAPSHOT_SPECS.items()}}

@@ -15,6 +15,8 @@ from stoker_shared.errors import SharedStoreAway, StoreUnusable
 from stoker_worker.memory.replica import bucket as bucket_module
 from stoker_worker.memory.replica.bucket import Bucket, BucketAway, meet
 
+pytestmark = pytest.mark.slow
+
 
 @BOTH
 def test_objects_are_made_read_listed_and_removed(share: Share) -> None:

@@ -16,6 +16,8 @@ from stoker_worker.memory.replica import caches
 from stoker_worker.memory.replica.bucket import Bucket, Stored
 from stoker_worker.memory.replica.collecting import collect_there
 
+pytestmark = pytest.mark.slow
+
 DAY_S = 86_400
 
 

@@ -28,6 +28,8 @@ from stoker_worker.memory.replica import versions
 from stoker_worker.memory.replica.bucket import BucketAway
 from stoker_worker.ports import Delivery, LastVersion, Turn
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("obstore")
 
 ROUNDS = int(os.environ.get("DEEP", "4"))
