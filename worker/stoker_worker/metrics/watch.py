@@ -320,7 +320,7 @@ class Watch:
         Raises:
             OSError: it cannot listen on the port.
         """
-        with _Server((HOST, port), _Handler) as server:
+        with _Server((HOST, port), _WatchRequests) as server:
             server.watch, server.stuck_after_s = self, stuck_after_s
             port = int(server.server_address[1])
             threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
@@ -350,7 +350,7 @@ class _Server(LimitedThreads, HTTPServer):
     stuck_after_s: float
 
 
-class _Handler(LimitedHead, BaseHTTPRequestHandler):
+class _WatchRequests(LimitedHead, BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
