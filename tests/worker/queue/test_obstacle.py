@@ -7,8 +7,10 @@ import socket
 import threading
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+from redis.exceptions import RedisError
 from tests.worker.queue.processes import a_dead_process
 
 from stoker_shared.errors import QueueHeld, StoreUnusable
@@ -242,11 +244,16 @@ def test_a_worker_with_another_store_is_refused_after_the_first_has_left(connect
     refused(worker("a"), StoreUnusable)
 
 
-def test_a_store_without_a_conversation_keeps_no_other_store_out(connection, join, worker):
+def test_a_store_without_a_conversation_keeps_no_other_store_out(connection, join, worker, monkeypatch):
     first = join("a", has_agents=False)
     assert first.renew()
     assert not connection.exists(STORE_KEY.format(queue="q"))
-    first.has_a_turn()
+    with monkeypatch.context() as patched:
+        patched.setattr(first, "renew", MagicMock(side_effect=RedisError))
+        with pytest.raises(RedisError):
+            first.has_a_turn()
+    assert not connection.exists(STORE_KEY.format(queue="q"))
+    assert first.has_a_turn()  # tried again, because Redis knows nothing of it yet
     first.leave()  # before its next heartbeat
     refused(worker("b", store="two", has_agents=False), StoreUnusable)
     join("b", store="two", has_agents=False, new_store=True).leave()

@@ -61,9 +61,9 @@ class RqClaimedJob(ClaimedJob):
     def begin_save(self) -> None:
         self.saves.set()
         with self._lost_is_told():
-            if self.ends.ownership.of(self.run, saves=True) != "ours":
+            ownership = self.ends.ownership
+            if ownership.of(self.run, saves=True) != "ours" or not ownership.lease.has_a_turn():
                 raise OwnershipLost(f"job {self.job_id} is no longer this worker's")
-        self.ends.ownership.lease.has_a_turn()
 
     @as_redis_unavailable()
     def finish(self, result: Mapping[str, Any]) -> bool:

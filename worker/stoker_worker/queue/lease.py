@@ -383,7 +383,7 @@ class Lease:
         self.member, self.worker_name, self.queues = member, worker_name, self._me.queues
         self.store, self.shared = self._me.store, shared
         self.ttl_s = ttl_s
-        self.has_agents = has_agents
+        self.has_agents, self._first_turn = has_agents, threading.Lock()
         self.lost_data = lost_data or LostData()
         self.former_queues: tuple[str, ...] = ()
         self.keys = [LEASE_KEY.format(member=member), FENCE_KEY.format(member=member)]
@@ -451,17 +451,19 @@ class Lease:
                 raise obstacle.error(me)
             time.sleep(_RETRY_S)  # it only puts this member's jobs back
 
-    def renew(self, connection: Redis | None = None) -> bool:
+    def renew(self, connection: Redis | None = None, *, notes_store: bool = False) -> bool:
         """Postpone the expiry; ``False`` if this worker is deposed: another one holds the lease, or has held it since,
         or serves a queue which the two may not share.
 
         Args:
             connection: used instead of the lease's own.
+            notes_store: as if the store had conversations already.
         """
         if not self.is_held:
             return False
         before = self.lost_data.before_renewal()
-        args = [*self.args, self.member, self._record, self._me.share, self._me.kept_in if self.has_agents else ""]
+        kept_in = self._me.kept_in if self.has_agents or notes_store else ""
+        args = [*self.args, self.member, self._record, self._me.share, kept_in]
         reply = self._renew(keys=self._all_keys, args=args, client=connection)
         if isinstance(reply, list):
             with suppress(RedisError):
@@ -472,11 +474,15 @@ class Lease:
             self.lost_data.renewed(reply, before)
         return bool(reply)
 
-    def has_a_turn(self) -> None:
-        """The store is about to get a conversation: Redis notes the store before its first turn, not after."""
-        if not self.has_agents:
-            self.has_agents = True
-            self.renew()
+    def has_a_turn(self) -> bool:
+        """The store is about to get a conversation: Redis notes the store before its first turn, not after.
+
+        Returns ``False`` as `renew` does. Finisher threads.
+        """
+        with self._first_turn:
+            if not self.has_agents:
+                self.has_agents = self.renew(notes_store=True)
+            return self.has_agents
 
     def is_ours(self) -> bool:
         """True if no other worker has taken it. A lease that ran out is taken up again, as in `lua/holds.lua`."""
