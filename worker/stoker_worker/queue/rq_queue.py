@@ -1,6 +1,6 @@
 """The queue adapter: `QueuePort` in RQ's terms. One round trip asks about all jobs in flight.
 
-Does not decide how many jobs are claimed (the fetcher does), nor which ones (claim_order.py); a claimed job ends itself
+Does not decide how many jobs are claimed (the fetcher does), nor which ones (claim.py); a claimed job ends itself
 (claimed_job.py). `QueuePort` has the threads. No lock is held while Redis is asked.
 """
 
