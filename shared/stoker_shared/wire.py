@@ -14,7 +14,7 @@ AGENT_TASK_PATH: Final = "stoker_shared.task.agent"
 REQUEST_KWARG: Final = "request"
 """The one keyword argument of both tasks."""
 
-REQUEST_VERSION: Final = 4
+REQUEST_VERSION: Final = 5
 """The `v` of a :class:`~stoker_shared.request.GenerationRequest` that this code sends, and the newest that it reads."""
 
 AGENT_REQUEST_VERSION: Final = 1

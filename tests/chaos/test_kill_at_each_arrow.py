@@ -230,7 +230,7 @@ ESCALATION = {
 def test_an_escalation_that_is_killed_moves_the_job_and_counts_its_verdict_once(scene, connection, place):
     target, when, has_moved = ESCALATION[place]
     steps = [{"model": "small", "queue": "generate"}, {"model": "large", "queue": "large"}]
-    request = {"v": 4, "context": "full", "check": {"contains": ["yes"]}, "route": steps, "task": "t"}
+    request = {"v": 5, "context": "full", "check": {"contains": ["yes"]}, "route": steps, "task": "t"}
     scene.enqueue("victim", None, "if large say yes else no", 20, request=request)
     hooks = {"die": {"target": target, "when": when, "needles": ["victim"]}}
     first = scene.worker("first", "--model", "small", hooks=hooks)

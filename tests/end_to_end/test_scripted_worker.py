@@ -291,7 +291,7 @@ BAD_PAYLOADS: dict[str, tuple[dict[str, Any], str]] = {
     "NaN": ({"prompt": "x", "temperature": float("nan")}, "InvalidRequest: temperature"),
     "infinity": ({"prompt": "x", "temperature": float("inf")}, "InvalidRequest: temperature"),
     "empty stop": ({"prompt": "x", "stop": [""]}, "InvalidRequest: stop.0"),
-    "newer version": ({"prompt": "x", "v": 5}, "RequestVersionTooNew: .*v 5.*v 4"),
+    "newer version": ({"prompt": "x", "v": 6}, "RequestVersionTooNew: .*v 6.*v 5"),
     "other model": ({"prompt": "x", "model": "gpt"}, "ModelMismatch: .*'gpt'.*'scripted'"),
     "over the context": ({"prompt": "x", "max_tokens": 2_000_000}, "ContextLimitExceeded: .*2000001"),
 }  # fmt: skip

@@ -93,7 +93,7 @@ def test_every_key_is_as_rq_writes_it(ours, theirs):
             connection.flushall()
             parents(connection, waits="queued", finished="finished", failed="failed")
         Producer(left).submit(**FIELDS, job_id="new", **ours)
-        rqs(right).enqueue(TASK_PATH, request={"v": 4, **FIELDS}, **{**PLAIN, **theirs})
+        rqs(right).enqueue(TASK_PATH, request={"v": 5, **FIELDS}, **{**PLAIN, **theirs})
         assert dump(left) == dump(right)
 
 
@@ -105,7 +105,7 @@ def test_many_jobs_are_as_rq_writes_them(ours, theirs):
         options = {**PLAIN, **theirs}
         options["timeout"] = options.pop("job_timeout")
         jobs = [
-            Queue.prepare_data(TASK_PATH, kwargs={"request": {"v": 4, **FIELDS}}, **{**options, "job_id": job_id})
+            Queue.prepare_data(TASK_PATH, kwargs={"request": {"v": 5, **FIELDS}}, **{**options, "job_id": job_id})
             for job_id in "abc"
         ]
         rqs(right).enqueue_many(jobs)

@@ -42,7 +42,7 @@ def test_a_submitted_job_is_a_plain_rq_job_that_rqs_own_json_reads(producer, con
     ticket = producer.submit(agent_id="a", prompt="hi", max_tokens=5)
     job = fetch(connection, ticket.job_id)
     assert job.func_name == "stoker_shared.task.generate"
-    assert (list(job.args), job.kwargs) == ([], {"request": {"v": 4, "agent_id": "a", "prompt": "hi", "max_tokens": 5}})
+    assert (list(job.args), job.kwargs) == ([], {"request": {"v": 5, "agent_id": "a", "prompt": "hi", "max_tokens": 5}})
     assert (job.timeout, job.result_ttl, job.failure_ttl, job.ttl) == (3600, 86_400, 7 * 86_400, None)
     assert job.get_status() == "queued"
     assert connection.lrange("rq:queue:generate", 0, -1) == [ticket.job_id.encode()]
@@ -106,14 +106,14 @@ FIELDS = {
 def test_every_field_arrives(producer, connection):
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     ticket = producer.submit(**FIELDS, messages=[Message(role="system", content="s"), messages[1]])
-    assert request_of(connection, ticket.job_id) == {**FIELDS, "v": 4, "messages": messages}
+    assert request_of(connection, ticket.job_id) == {**FIELDS, "v": 5, "messages": messages}
     ticket = producer.submit(prompt="p", guide={"choice": ("yes", "no")}, logit_bias={5: -2.0})
     guide = {"choice": ["yes", "no"]}
-    assert request_of(connection, ticket.job_id) == {"v": 4, "prompt": "p", "guide": guide, "logit_bias": {"5": -2.0}}
+    assert request_of(connection, ticket.job_id) == {"v": 5, "prompt": "p", "guide": guide, "logit_bias": {"5": -2.0}}
     route = [{"model": "m", "queue": "q"}]
     routed = {"check": {"contains": ["x"]}, "route": route, "max_cost_s": 2.0, "task": "t"}
     ticket = producer.submit(prompt="p", **routed)
-    assert request_of(connection, ticket.job_id) == {"v": 4, "prompt": "p", **routed}
+    assert request_of(connection, ticket.job_id) == {"v": 5, "prompt": "p", **routed}
     assert {*FIELDS, *routed, "messages", "prompt", "guide", "v"} == set(GenerationRequest.model_fields)
 
 

@@ -89,7 +89,7 @@ def files(tmp_path, monkeypatch):
     (tmp_path / "check.json").write_text(json.dumps(CHECKED["check"][1]))
     (tmp_path / "answer.lark").write_text('start: "a"\n')
     (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
-    (tmp_path / "request.json").write_text(json.dumps({"v": 4, "agent_id": "f", "prompt": "p", "max_tokens": 9}))
+    (tmp_path / "request.json").write_text(json.dumps({"v": 5, "agent_id": "f", "prompt": "p", "max_tokens": 9}))
 
 
 def test_every_field_of_a_request_has_an_option_that_arrives(stoker, request_of):
@@ -99,16 +99,16 @@ def test_every_field_of_a_request_has_an_option_that_arrives(stoker, request_of)
     }
     ran = stoker("submit", *(word for words, _ in FIELDS.values() for word in words))
     assert ran[::2] == (0, "")
-    assert request_of(ran) == {"v": 4, **{name: value for name, (_, value) in FIELDS.items()}}
-    assert request_of(stoker("submit", "--prompt", " p ")) == {"v": 4, "prompt": " p "}
-    assert request_of(stoker("submit", "--message", "m")) == {"v": 4, "messages": [{"role": "user", "content": "m"}]}
+    assert request_of(ran) == {"v": 5, **{name: value for name, (_, value) in FIELDS.items()}}
+    assert request_of(stoker("submit", "--prompt", " p ")) == {"v": 5, "prompt": " p "}
+    assert request_of(stoker("submit", "--message", "m")) == {"v": 5, "messages": [{"role": "user", "content": "m"}]}
 
 
 def test_the_form_of_the_answer_arrives(stoker, request_of):
     asked = [{"role": "user", "content": "m"}]
     for field, words, value in FORMS:
         ran = stoker("submit", "--message", "m", *words)
-        assert request_of(ran) == {"v": 4, "messages": asked, field: value}, words
+        assert request_of(ran) == {"v": 5, "messages": asked, field: value}, words
     for words in (
         ["--guide-regex", "a", "--guide-choice", "b"],
         ["--response-format", "json_object", "--schema-file", "schema.json"],
@@ -170,15 +170,15 @@ def test_a_file_that_is_not_json_or_has_the_wrong_form_is_a_usage_error(stoker):
 
 def test_an_option_replaces_that_field_of_the_file(stoker, request_of):
     file = ("submit", "--json-file", "request.json")
-    assert request_of(stoker(*file)) == {"v": 4, "agent_id": "f", "prompt": "p", "max_tokens": 9}
+    assert request_of(stoker(*file)) == {"v": 5, "agent_id": "f", "prompt": "p", "max_tokens": 9}
     assert request_of(stoker(*file, "--agent", "g", "--seed", "1")) == {
-        "v": 4, "agent_id": "g", "prompt": "p", "max_tokens": 9, "seed": 1,
+        "v": 5, "agent_id": "g", "prompt": "p", "max_tokens": 9, "seed": 1,
     }  # fmt: skip
     assert request_of(stoker(*file, "--message", "m")) == {
-        "v": 4, "agent_id": "f", "messages": [{"role": "user", "content": "m"}], "max_tokens": 9,
+        "v": 5, "agent_id": "f", "messages": [{"role": "user", "content": "m"}], "max_tokens": 9,
     }  # fmt: skip
     from_stdin = stoker("submit", "--json-file", "-", stdin=b'{"max_tokens": 3, "prompt": "z"}')
-    assert request_of(from_stdin) == {"v": 4, "prompt": "z", "max_tokens": 3}
+    assert request_of(from_stdin) == {"v": 5, "prompt": "z", "max_tokens": 3}
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_stdin_is_the_users_message_where_nothing_else_gives_the_input(stoker, r
     assert request_of(stoker("submit", "--agent", "a", stdin=b"two\nlines\n"))["messages"] == said
     Path("partial.json").write_text('{"max_tokens": 3}')
     assert request_of(stoker("submit", "--json-file", "partial.json", stdin=b"two\nlines\r\n")) == {
-        "v": 4, "messages": said, "max_tokens": 3,
+        "v": 5, "messages": said, "max_tokens": 3,
     }  # fmt: skip
     assert "prompt" in request_of(stoker("submit", "--prompt", "given", stdin=b"not read"))
 

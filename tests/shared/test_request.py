@@ -102,13 +102,13 @@ def test_any_printable_name_is_an_agent_id(agent_id):
 
 
 def test_a_newer_version_is_refused_with_both_numbers_before_its_unknown_fields():
-    with pytest.raises(RequestVersionTooNew, match=r"v 5.*v 4"):
-        build_request({**WITH_PROMPT, "v": 5, "field_of_v5": True})
+    with pytest.raises(RequestVersionTooNew, match=r"v 6.*v 5"):
+        build_request({**WITH_PROMPT, "v": 6, "field_of_v6": True})
 
 
-@pytest.mark.parametrize("v", [1, 2, 3, 4])
+@pytest.mark.parametrize("v", [1, 2, 3, 4, 5])
 def test_every_version_so_far_has_the_same_fields(v):
-    assert build_request({"prompt": "x", "task": "t", "v": v}).as_payload() == {"v": 4, "prompt": "x", "task": "t"}
+    assert build_request({"prompt": "x", "task": "t", "v": v}).as_payload() == {"v": 5, "prompt": "x", "task": "t"}
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_value_nested_too_deeply_to_write_is_an_invalid_request():
 def test_the_wire_has_fields_that_differ_from_their_defaults_and_sampling_that_was_set():
     """A worker may have defaults of its own for sampling, which must not replace what a caller asked for."""
     request = build_request({**WITH_PROMPT, "max_tokens": 256, "stop": "END", "n": 1, "temperature": 0, "top_p": None})
-    assert request.as_payload() == {"v": 4, **WITH_PROMPT, "max_tokens": 256, "stop": ["END"], "temperature": 0.0}
+    assert request.as_payload() == {"v": 5, **WITH_PROMPT, "max_tokens": 256, "stop": ["END"], "temperature": 0.0}
     assert "presence_penalty" in build_request({**WITH_PROMPT, "presence_penalty": 0.0}).as_payload()
 
 

@@ -20,7 +20,7 @@ from stoker_worker.queue.json_job import JsonJob
 
 pytestmark = pytest.mark.server
 
-REQUEST = {"v": 4, "agent_id": "a", "cache": "read", "prompt": "p", "check": {"contains": ["x"]}, "route": ROUTE}
+REQUEST = {"v": 5, "agent_id": "a", "cache": "read", "prompt": "p", "check": {"contains": ["x"]}, "route": ROUTE}
 WAYS_ON = {
     "fails": lambda job: fail(job, EngineFailed("x")),
     "times out": lambda job: fail(job, GenerationTimedOut("x"), "partial"),

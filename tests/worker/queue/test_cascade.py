@@ -24,7 +24,7 @@ BOTH = {"t small": "0.0000 1.0000", "t large": "1.0000 0.0000"}
 
 
 def enqueue(plain, job_id="job", *, options=None, **fields):
-    request = {"v": 4, "prompt": "p", "check": {"contains": ["x"]}, "route": ROUTE, "task": "t", **fields}
+    request = {"v": 5, "prompt": "p", "check": {"contains": ["x"]}, "route": ROUTE, "task": "t", **fields}
     plain.enqueue(TASK_PATH, kwargs={"request": request}, job_id=job_id, **(options or {}))
 
 
