@@ -20,7 +20,7 @@ from redis import Redis
 from report import Report, columns, figure
 
 from stoker import Producer
-from stoker.openai.fields import TEXT_URL
+from stoker.api.chat import TEXT_URL
 from stoker_shared.result import Attempt
 from stoker_worker.embedded_redis import EmbeddedServer
 

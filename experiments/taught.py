@@ -24,9 +24,9 @@ from smollm2 import smollm2
 from worker_process import WorkerProcess
 
 from stoker import Producer
+from stoker.api.chat import CHAT_URL
 from stoker.batch.input_file import answer_id_for, job_id_for
 from stoker.batch.output_file import line_bytes, success_line
-from stoker.openai.fields import CHAT_URL
 from stoker_shared.result import GenerationResult
 from stoker_worker.embedded_redis import EmbeddedServer
 

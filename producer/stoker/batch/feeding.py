@@ -7,12 +7,12 @@ from typing import Any, Final
 
 from redis import Redis
 
+from stoker.api.fields import BodyOptions
 from stoker.batch.input_file import BadLine, InputFile, Line, answer_id_for, job_id_for, refused_request
 from stoker.batch.output_file import not_run_line
 from stoker.batch.record import BatchRecord, send
 from stoker.cascade.routing import Models, Routing
 from stoker.new_job import JobOptions, NewJob
-from stoker.openai.fields import BodyOptions
 from stoker.operations import Operation, ask, run
 from stoker.presence import live_workers
 from stoker.submitting import queue_of

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
-from stoker.openai.answers import field_of
-from stoker.openai.fields import RULES, BodyOptions, FieldRefused, request_fields
+from stoker.api.endpoints import BATCH_URLS, ENDPOINTS
+from stoker.api.failure import FieldRefused, field_of
+from stoker.api.fields import BodyOptions
 from stoker_shared.errors import RequestError, RequestTooLarge
 from stoker_shared.job_data import read_json
 from stoker_shared.request import GenerationRequest, build_request
@@ -112,12 +113,12 @@ def read_line(number: int, raw: bytes, options: BodyOptions) -> Line:
     if fields.get("method") != "POST":
         raise BadLine(number, custom_id, "invalid_method", "'method' must be POST", "method")
     url, body = fields.get("url"), fields.get("body")
-    if not isinstance(url, str) or url not in RULES:
-        raise BadLine(number, custom_id, "invalid_url", f"'url' must be one of {', '.join(RULES)}", "url")
+    if not isinstance(url, str) or url not in BATCH_URLS:
+        raise BadLine(number, custom_id, "invalid_url", f"'url' must be one of {', '.join(BATCH_URLS)}", "url")
     if not isinstance(body, dict):
         raise BadLine(number, custom_id, "missing_required_parameter", "'body' must be an object", "body")
     try:
-        return Line(number, custom_id, url, build_request(request_fields(url, body, options)))
+        return Line(number, custom_id, url, build_request(ENDPOINTS[url].read(body, options).request))
     except FieldRefused as refused:
         raise BadLine(number, custom_id, refused.code, str(refused), refused.param) from None
     except RequestError as error:

@@ -19,8 +19,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
 
+from stoker.api.endpoints import ENDPOINTS
+from stoker.api.failure import of_worker
 from stoker.batch.input_file import BadLine, LineSet, answer_id_for, line_of_answer
-from stoker.openai.answers import answer_body, of_worker
 from stoker.tables import Table
 from stoker_shared.durable_file import sync
 from stoker_shared.errors import StokerError
@@ -34,7 +35,7 @@ def success_line(line_id: str, custom_id: str, url: str, created_s: int, result:
         line_id: the line's `id`, as `answer_id_for`.
         created_s: when the answer was made, in Unix seconds.
     """
-    response = {"status_code": 200, "request_id": result.job_id, "body": answer_body(url, created_s, result)}
+    response = {"status_code": 200, "request_id": result.job_id, "body": ENDPOINTS[url].answer([result], created_s, {})}
     return {"id": line_id, "custom_id": custom_id, "response": response, "error": None}
 
 

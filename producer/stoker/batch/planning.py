@@ -10,13 +10,13 @@ import click
 from click.decorators import FC
 from redis import Redis
 
+from stoker.api.fields import BodyOptions
 from stoker.batch.feeding import Feeder, ModelChoice
 from stoker.batch.input_file import MAX_NAME_CHARACTERS, InputFile, batch_for, fingerprint_of, is_batch_name
 from stoker.batch.record import BatchRecord, read_record
 from stoker.cascade.routing import Routing
 from stoker.command_parts import or_usage_error
 from stoker.new_job import JobOptions, checked_queue_name
-from stoker.openai.fields import BodyOptions
 from stoker.operations import run
 from stoker.submit_command import read_check
 from stoker_shared.help_layout import options_under

@@ -25,11 +25,11 @@ from rq.job import Job, JobStatus
 from rq.registry import CanceledJobRegistry, FailedJobRegistry, FinishedJobRegistry
 from rq.results import Result
 
+from stoker.api.chat import CHAT_URL, TEXT_URL
 from stoker.batch.input_file import Line, job_id_for
 from stoker.canceling import cancel_job
 from stoker.job_record import ENDED, registry_key
 from stoker.new_job import NewJob, make_queue_known, push
-from stoker.openai.fields import CHAT_URL, TEXT_URL
 from stoker.operations import Command, Commands, Operation, Watched, ask, undisturbed
 from stoker_shared.errors import JobNotFound, StokerError
 from stoker_shared.wire import BATCH_KEY, FIELD_BATCH, FIELD_PACKED, PACKED_WITH_ZLIB

@@ -15,9 +15,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from stoker.api.endpoints import ENDPOINTS
+from stoker.api.failure import Failure
 from stoker.connection import open_connection
-from stoker.openai.answers import Failure
-from stoker.openai.fields import RULES, FieldRefused
 from stoker.serve import batches, files
 from stoker.serve.backend import Backend
 from stoker.serve.batch_runner import BatchRunner
@@ -38,7 +38,7 @@ def build_app(redis_url: str, settings: ServeSettings) -> Starlette:
         ValueError: not a Redis URL.
         OSError: the batch store cannot be made.
     """
-    routes = [Route(url, generate, methods=["POST"]) for url in RULES]
+    routes = [Route(url, generate, methods=["POST"]) for url in ENDPOINTS]
     routes += [
         Route("/v1/models", _list_models, methods=["GET"]),
         Route("/v1/models/{name:path}", _model, methods=["GET"]),
@@ -51,7 +51,7 @@ def build_app(redis_url: str, settings: ServeSettings) -> Starlette:
         routes=routes,
         middleware=[Middleware(Guard, tokens=settings.tokens, **limits)],
         exception_handlers={
-            **dict.fromkeys((Failure, FieldRefused, StokerError, Exception), on_error),
+            **dict.fromkeys((Failure, StokerError, Exception), on_error),
             HTTPException: _on_http_error,
             ClientDisconnect: _on_hang_up,
         },
@@ -105,7 +105,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     what = {404: f"there is no {request.url.path}", 405: f"{request.method} is not for {request.url.path}"}
     code = {404: "unknown_url", 405: "method_not_allowed"}.get(status)
-    return failed(Failure(status, what.get(status, str(getattr(error, "detail", error))), code=code))
+    failure = Failure(status, what.get(status, str(getattr(error, "detail", error))), code=code)
+    return failed(ENDPOINTS.get(request.url.path), failure)
 
 
 async def _list_models(request: Request) -> Response:
@@ -130,7 +131,7 @@ async def _healthz(request: Request) -> Response:
     try:
         await request.app.state.backend.producer.ping()
     except RedisUnavailable as error:
-        return failed(Failure(503, str(error), kind="server_error", code="queue_unavailable", retryable=True))
+        return failed(None, Failure(503, str(error), kind="server_error", code="queue_unavailable", retryable=True))
     return Json({"status": "ok"})
 
 

@@ -6,12 +6,13 @@ they end at the latest, so that those of a process that was killed go by themsel
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Final
 from uuid import uuid4
 
+from stoker.api.failure import Failure
 from stoker.connection import open_async_connection
 from stoker.new_job import NewJob
-from stoker.openai.answers import Failure
 from stoker.operations import Commands, Operation, T, ask
 from stoker.producer import AsyncProducer
 from stoker.serve.intake import Intake
@@ -57,14 +58,14 @@ class Backend:
         await self._shared.aclose()
         await self._connection.aclose()
 
-    async def enqueue(self, job: NewJob, *, id_is_new: bool) -> AsyncTicket:
+    async def enqueue(self, jobs: Sequence[NewJob], *, ids_are_new: bool) -> list[AsyncTicket]:
         """
         Raises:
-            DuplicateJob: its id names another job.
+            DuplicateJob: an id names another job.
             RedisUnavailable: no server answers.
         """
-        await self.run(enqueue(job.queue, [job], at_front=False, ids_are_new=id_is_new))
-        return AsyncTicket(self._shared, job.job_id, queue_if_new=job.queue if id_is_new else None)
+        await self.run(enqueue(jobs[0].queue, list(jobs), at_front=False, ids_are_new=ids_are_new))
+        return [AsyncTicket(self._shared, job.job_id, queue_if_new=job.queue if ids_are_new else None) for job in jobs]
 
     async def require_worker(self) -> None:
         """

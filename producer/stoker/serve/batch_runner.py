@@ -15,6 +15,7 @@ from typing import BinaryIO, Final
 
 from redis import Redis
 
+from stoker.api.failure import Failure
 from stoker.batch.collecting import Collector
 from stoker.batch.feeding import Feeder
 from stoker.batch.input_file import InputFile
@@ -23,7 +24,6 @@ from stoker.batch.progress import Progress
 from stoker.batch.record import BatchRecord, cancel_batch, find_record, forget
 from stoker.batch.work import BatchWork
 from stoker.new_job import JobOptions
-from stoker.openai.answers import Failure
 from stoker.operations import run
 from stoker.serve.settings import ServeSettings
 from stoker.serve.store import BatchState, BatchStore, FileStore, StoredBatch

@@ -7,9 +7,9 @@ from typing import Any, Final
 from starlette.requests import Request
 from starlette.responses import Response
 
+from stoker.api.endpoints import BATCH_URLS
+from stoker.api.failure import Failure
 from stoker.batch.record import read_record
-from stoker.openai.answers import Failure
-from stoker.openai.fields import RULES
 from stoker.serve.responses import Json, json_object, page_of, received
 from stoker.serve.store import BatchState, BatchStore, StoredBatch
 from stoker_shared.text import seconds_of
@@ -31,8 +31,8 @@ async def create(request: Request) -> Response:
     owner, endpoint, file_id = request.state.owner, body.get("endpoint"), body.get("input_file_id")
     if unknown := sorted(set(body) - _FIELDS):
         raise _bad(unknown[0][:64], "is not a known field of /v1/batches", "unknown_parameter")
-    if not isinstance(endpoint, str) or endpoint not in RULES:
-        raise _bad("endpoint", f"must be one of {', '.join(RULES)}")
+    if not isinstance(endpoint, str) or endpoint not in BATCH_URLS:
+        raise _bad("endpoint", f"must be one of {', '.join(BATCH_URLS)}")
     if not isinstance(file_id, str):
         raise _bad("input_file_id", "must be the id of a file")
     if body.get("output_expires_after") is not None:

@@ -5,10 +5,10 @@ from typing import Any
 
 import click
 
+from stoker.api.fields import BodyOptions
 from stoker.batch.planning import aliases_of
 from stoker.command_parts import or_usage_error, redis_option
 from stoker.new_job import checked_queue_name
-from stoker.openai.fields import BodyOptions
 from stoker.serve.settings import ServeSettings, Tokens
 from stoker_shared.help_layout import SETTINGS, LaidOutCommand, examples, options_under
 from stoker_shared.wire import DEFAULT_QUEUE, MAX_REQUEST_BYTES

@@ -8,7 +8,7 @@ from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from stoker.openai.answers import Failure
+from stoker.api.failure import Failure
 from stoker.serve.responses import Json, page_of
 from stoker.serve.store import BatchStore, FileStore, StoredFile
 

@@ -1,7 +1,7 @@
-"""The endpoints /v1/chat/completions and /v1/completions: a call's answer, whole or as a stream of server-sent events.
+"""The endpoints that answer with generated text: a call's answer, whole or as a stream of server-sent events.
 
 Thinking and text are streamed as they are generated; calls of tools, several choices, and answers with
-log-probabilities at the end. A client that hangs up cancels its job, unless the call has an ``Idempotency-Key``: its
+log-probabilities at the end. A client that hangs up cancels its jobs, unless the call has an ``Idempotency-Key``: its
 client can come back for the answer with the same key.
 """
 
@@ -15,11 +15,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from stoker.openai.answers import answer_body
-from stoker.openai.fields import TEXT_URL
+from stoker.api.deltas import Deltas
+from stoker.api.endpoint import ApiCall, Endpoint, EventWriter
+from stoker.api.endpoints import ENDPOINTS
 from stoker.serve.backend import Backend
-from stoker.serve.chunks import Chunks, Deltas, event
-from stoker.serve.intake import CallHead, CallJob
+from stoker.serve.intake import CallHead, CallJobs
 from stoker.serve.responses import CLIENT_IS_GONE, REQUEST_ID, Json, described, failed, received, until_hung_up
 from stoker.tickets import AsyncTicket
 from stoker_shared.errors import StokerError
@@ -27,14 +27,14 @@ from stoker_shared.result import GenerationResult
 
 
 class Call:
-    """One HTTP call and its job, from the body to the end of both.
+    """One HTTP call and its jobs, from the body to the end of all.
 
     Attributes:
-        ticket: the job.
+        tickets: the jobs; one for each prompt.
     """
 
     def __init__(self, backend: Backend, owner: str, place: str) -> None:
-        self.ticket: AsyncTicket
+        self.tickets: list[AsyncTicket] = []
         self._backend = backend
         self._owner = owner
         self._place = place
@@ -42,8 +42,8 @@ class Call:
         self._has_left = False
 
     @classmethod
-    async def begin(cls, backend: Backend, owner: str, made: CallJob) -> Self:
-        """Enqueue the job.
+    async def begin(cls, backend: Backend, owner: str, made: CallJobs) -> Self:
+        """Enqueue the jobs.
 
         Raises:
             Failure: no worker, or too many calls in flight.
@@ -53,30 +53,31 @@ class Call:
         await backend.require_worker()
         call = cls(backend, owner, await backend.take_place(owner))
         try:
-            call.ticket = await backend.enqueue(made.job, id_is_new=not made.is_keyed)
+            call.tickets = await backend.enqueue(made.jobs, ids_are_new=not made.is_keyed)
         except BaseException:
             await call._leave()
             raise
         call._must_cancel = not made.is_keyed
         return call
 
-    async def result(self) -> GenerationResult:
+    async def results(self) -> list[GenerationResult]:
         """
         Raises:
-            JobError: the job did not finish, or not in time.
+            JobError: a job did not finish, or not in time.
         """
-        result = await self.ticket.result(self._backend.settings.timeout_s)
+        timeout_s = self._backend.settings.timeout_s
+        results = await asyncio.gather(*(ticket.result(timeout_s) for ticket in self.tickets))
         self._must_cancel = False
-        return result
+        return results
 
     async def end(self) -> None:
-        """Cancel the job unless it has ended, and let the next call in. It finishes even if this task is canceled."""
+        """Cancel the jobs that have not ended, and let the next call in. It finishes even if this task is canceled."""
         await asyncio.shield(asyncio.ensure_future(self._end()))
 
     async def _end(self) -> None:
-        with suppress(StokerError):
-            if self._must_cancel:
-                await self.ticket.cancel()
+        for ticket in self.tickets if self._must_cancel else ():
+            with suppress(StokerError):
+                await ticket.cancel()
         await self._leave()
 
     async def _leave(self) -> None:
@@ -87,7 +88,6 @@ class Call:
 
 
 KEEP_ALIVE_S: Final = 10.0
-_COMMENT: Final = b": still waiting\n\n"
 
 
 class EventStream(Response):
@@ -97,15 +97,22 @@ class EventStream(Response):
     other. If the first event takes long, the stream begins without it; a later error is then an event.
 
     Args:
-        events: each with its line ends; an exception becomes a response, or the last event.
+        events: of the writer; an exception becomes a response, or the last events.
         on_end: called once, however the stream ends.
     """
 
     def __init__(
-        self, events: AsyncGenerator[bytes], headers: Mapping[str, str], on_end: Callable[[], Awaitable[None]]
+        self,
+        endpoint: Endpoint,
+        writer: EventWriter,
+        events: AsyncGenerator[bytes],
+        headers: Mapping[str, str],
+        on_end: Callable[[], Awaitable[None]],
     ) -> None:
         super().__init__(headers={**headers, "cache-control": "no-cache"}, media_type="text/event-stream")
         del self.headers["content-length"]
+        self._endpoint = endpoint
+        self._writer = writer
         self._events = events
         self._on_end = on_end
         self._has_begun = False
@@ -127,7 +134,7 @@ class EventStream(Response):
                 if gone.done():
                     return
                 if not following.done():
-                    await self._send(send, _COMMENT)
+                    await self._send(send, self._writer.keep_alive)
                     continue
                 if (sent := following.result()) is None:
                     return await self._send(send, b"", more=False)
@@ -137,8 +144,8 @@ class EventStream(Response):
             failure = described(error)
             if not self._has_begun:
                 headers = {name: value for name, value in self.headers.items() if name.startswith("x-")}
-                return await failed(failure, headers)(scope, receive, send)
-            await self._send(send, event(failure.body), more=False)
+                return await failed(self._endpoint, failure, headers)(scope, receive, send)
+            await self._send(send, b"".join(self._writer.failed(failure)), more=False)
         finally:
             following.cancel()
             with suppress(asyncio.CancelledError, Exception):
@@ -154,49 +161,62 @@ class EventStream(Response):
             self._has_begun = True
             start: dict[str, Any] = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(start)
+            body = b"".join(self._writer.begin()) + body
         await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 async def generate(request: Request) -> Response:
     """
     Raises:
-        Failure, FieldRefused, StokerError: the call is refused; nothing was enqueued.
+        Failure, StokerError: the call is refused; nothing was enqueued.
     """
     backend: Backend = request.app.state.backend
-    url = request.url.path
+    endpoint, owner = ENDPOINTS[request.url.path], request.state.owner
     async with received(request) as body:
-        made = await backend.intake.call_job(body, CallHead.of(url, request.headers))
-    call = await Call.begin(backend, request.state.owner, made)
-    headers, wish, model, is_one = {REQUEST_ID: call.ticket.job_id}, made.wish, made.model, made.has_one_text
-    del made  # with the prompt, which is in Redis now
-    if not wish.wanted:
-        return await _answer(request, call, url, headers)
-    chunks = Chunks(call.ticket.job_id, model, int(time.time()), url == TEXT_URL, wish.with_usage)
-    return EventStream(_events(backend, call, chunks, is_one=is_one), headers, call.end)
+        made = await backend.intake.call_jobs(body, CallHead.of(endpoint.url, request.headers, owner))
+    running = await Call.begin(backend, owner, made)
+    call, has_one_text = made.call, made.has_one_text
+    del made  # with the prompts, which are in Redis now
+    job_id = running.tickets[0].job_id
+    headers = {REQUEST_ID: job_id}
+    if not call.is_streamed:
+        return await _answer(request, running, endpoint, call, headers)
+    writer = endpoint.events(job_id, call, int(time.time()))
+    events = _events(backend, running, writer, Deltas(is_raw=endpoint.is_raw), is_live=has_one_text)
+    return EventStream(endpoint, writer, events, headers, running.end)
 
 
-async def _answer(request: Request, call: Call, url: str, headers: dict[str, str]) -> Response:
-    ending = asyncio.ensure_future(call.result())
+async def _answer(
+    request: Request, running: Call, endpoint: Endpoint, call: ApiCall, headers: Mapping[str, str]
+) -> Response:
+    ending = asyncio.ensure_future(running.results())
     gone = asyncio.ensure_future(until_hung_up(request.receive))
     try:
         await asyncio.wait({ending, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not ending.done():
             return Response(status_code=CLIENT_IS_GONE)
-        return Json(answer_body(url, int(time.time()), ending.result()), headers=headers)
+        return Json(endpoint.answer(ending.result(), int(time.time()), call.kept), headers=dict(headers))
     except Exception as error:
-        return failed(described(error), headers)
+        return failed(endpoint, described(error), headers)
     finally:
         ending.cancel()
         gone.cancel()
-        await call.end()
+        await running.end()
 
 
-async def _events(backend: Backend, call: Call, chunks: Chunks, *, is_one: bool) -> AsyncGenerator[bytes]:
-    deltas = Deltas(is_text=chunks.is_text)
-    if is_one and not backend.live.locked():  # no await before the place is taken
-        async with backend.live, aclosing(call.ticket.stream(backend.settings.timeout_s)) as parts:
+async def _events(
+    backend: Backend, running: Call, writer: EventWriter, deltas: Deltas, *, is_live: bool
+) -> AsyncGenerator[bytes]:
+    """
+    Args:
+        is_live: the text may be sent as it is generated.
+    """
+    if is_live and not backend.live.locked():  # no await before the place is taken
+        ticket = running.tickets[0]
+        async with backend.live, aclosing(ticket.stream(backend.settings.timeout_s)) as parts:
             async for part in parts:
                 for delta in deltas.add(part):
-                    yield chunks.more(delta)
-    for last in chunks.rest(await call.result(), deltas):
-        yield last
+                    for sent in writer.more(delta):
+                        yield sent
+    for sent in writer.end(await running.results(), deltas):
+        yield sent

@@ -11,8 +11,8 @@ from urllib.parse import unquote
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stoker.openai.answers import Failure
-from stoker.openai.fields import RULES
+from stoker.api.endpoints import ENDPOINTS
+from stoker.api.failure import Failure
 from stoker.serve.responses import failed
 from stoker.serve.settings import ANYBODY, Tokens
 from stoker_shared.http_guard import is_own_site
@@ -28,7 +28,7 @@ class Guard:
     def __init__(self, app: ASGIApp, tokens: Tokens | None, *, max_body_bytes: int, max_file_bytes: int) -> None:
         self._app = app
         self._tokens = tokens
-        self._most = {**dict.fromkeys(RULES, max_body_bytes), FILES_PATH: max_file_bytes}
+        self._most = {**dict.fromkeys(ENDPOINTS, max_body_bytes), FILES_PATH: max_file_bytes}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -41,7 +41,7 @@ class Guard:
             if int(headers.get("content-length") or 0) > most:
                 raise _too_large(most)
         except Failure as failure:
-            return await failed(failure)(scope, receive, send)
+            return await failed(ENDPOINTS.get(scope["path"]), failure)(scope, receive, send)
         return await self._app(scope, _counted(receive, most), send)
 
     def _owner(self, path: str, headers: Headers) -> str:

@@ -1,4 +1,4 @@
-"""From the bytes of a call to the job that is ready for the queue. Owns the thread and the process that do this work.
+"""From the bytes of a call to the jobs that are ready for the queue. Owns the thread and the process that do this work.
 
 No other thread of Python runs while its JSON parser, its JSON writer and pydantic do, so a large body is read in
 another process. Otherwise nothing would be answered meanwhile, not even a health check.
@@ -11,17 +11,19 @@ import signal
 import threading
 from collections.abc import Mapping
 from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import IO, Any, Final, Self
+from typing import IO, Final, Self
 
 from starlette.datastructures import Headers
 
+from stoker.api.endpoint import ApiCall
+from stoker.api.endpoints import ENDPOINTS
+from stoker.api.failure import Failure, of_exception
+from stoker.api.fields import BodyOptions
 from stoker.new_job import JobOptions, NewJob, require_job_id
-from stoker.openai.answers import Failure, of_exception
-from stoker.openai.fields import BodyOptions, FieldRefused, request_fields
 from stoker.serve.responses import json_object
-from stoker.serve.settings import ServeSettings
+from stoker.serve.settings import ANYBODY, ServeSettings
 from stoker_shared.errors import RequestError
 from stoker_shared.request import build_request
 
@@ -36,73 +38,45 @@ _SMALL_BYTES: Final = 256 * 2**10
 
 
 @dataclass(frozen=True)
-class StreamWish:
-    """
-    Attributes:
-        wanted: the answer is to be streamed.
-        with_usage: the last event has the token counts.
-    """
-
-    wanted: bool = False
-    with_usage: bool = False
-
-    @classmethod
-    def taken_from(cls, body: dict[str, Any]) -> Self:
-        """Remove the two fields that concern only the transport, and read them.
-
-        Raises:
-            Failure: one of them is invalid, or the body asks for what a stream does not carry.
-        """
-        wanted, options = body.pop("stream", None) or False, body.pop("stream_options", None)
-        if not isinstance(wanted, bool):
-            raise Failure(400, "'stream' is not true or false", code="invalid_value", param="stream")
-        if options is not None and (not wanted or not isinstance(options, dict)):
-            message = "'stream_options' must be an object, and needs 'stream': true"
-            raise Failure(400, message, code="invalid_value", param="stream_options")
-        if wanted and body.get("prompt_logprobs") is not None:
-            message = "'prompt_logprobs' has no place in a stream: ask without 'stream'"
-            raise Failure(400, message, code="unsupported_parameter", param="prompt_logprobs")
-        return cls(wanted, bool((options or {}).get("include_usage")))
-
-
-@dataclass(frozen=True)
 class CallHead:
     """The parts of a call that are outside of its body.
 
     Attributes:
         fields: of the request, from headers; they win over the body's.
         key: the job's id, chosen by the client.
+        owner: the name of the caller's token.
     """
 
     url: str
     fields: Mapping[str, str]
     key: str | None
+    owner: str = ANYBODY
 
     @classmethod
-    def of(cls, url: str, headers: Headers) -> Self:
+    def of(cls, url: str, headers: Headers, owner: str) -> Self:
         names = ((AGENT_HEADER, "agent_id"), (CONTEXT_HEADER, "context"))
         fields = {name: _as_utf8(value) for header, name in names if (value := headers.get(header)) is not None}
-        return cls(url, fields, headers.get(KEY_HEADER))
+        return cls(url, fields, headers.get(KEY_HEADER), owner)
 
 
 @dataclass(frozen=True)
-class CallJob:
-    """A call that is valid, and its job, which is in no queue yet.
+class CallJobs:
+    """A call that is valid, and its jobs, which are in no queue yet.
 
     Attributes:
-        is_keyed: its client chose the job's id.
-        model: as the call names it.
+        jobs: one for each prompt.
+        is_keyed: its client chose the jobs' ids.
+        call: what was read, without the requests.
         has_one_text: the answer is one text that can be streamed as it is generated.
     """
 
-    job: NewJob
+    jobs: tuple[NewJob, ...]
     is_keyed: bool
-    wish: StreamWish
-    model: str
+    call: ApiCall
     has_one_text: bool
 
 
-def call_job(raw: list[bytes], head: CallHead, options: BodyOptions, queue: str, timeout_s: int) -> CallJob:
+def call_jobs(raw: list[bytes], head: CallHead, options: BodyOptions, queue: str, timeout_s: int) -> CallJobs:
     """
     Args:
         raw: the body; it is taken out, so that no caller keeps it in memory.
@@ -110,34 +84,32 @@ def call_job(raw: list[bytes], head: CallHead, options: BodyOptions, queue: str,
     Raises:
         Failure: the call is refused.
     """
+    kept = JobOptions(job_timeout_s=timeout_s, ttl_s=timeout_s + _KEPT_S, result_ttl_s=_KEPT_S, failure_ttl_s=_KEPT_S)
     try:
-        body = json_object(raw.pop())
-        wish = StreamWish.taken_from(body)
+        call = ENDPOINTS[head.url].read(json_object(raw.pop()), options)
         if head.key is not None:
             require_job_id("Idempotency-Key", head.key)
-        request = build_request({**request_fields(head.url, body, options), **head.fields})
-        kept = JobOptions(
-            job_timeout_s=timeout_s, ttl_s=timeout_s + _KEPT_S, result_ttl_s=_KEPT_S, failure_ttl_s=_KEPT_S
-        )
-        job = NewJob(request, kept, queue, head.key)
-    except (FieldRefused, RequestError) as error:
+        requests = [build_request({**fields, **head.fields}) for fields in call.requests]
+        ids = [head.key and (f"{head.key}-{n}" if n else head.key) for n in range(len(requests))]
+        jobs = tuple(NewJob(request, kept, queue, job_id) for request, job_id in zip(requests, ids, strict=True))
+    except RequestError as error:
         raise of_exception(error) from None
-    has_one_text = request.n == 1 and not request.logprobs
-    return CallJob(job, head.key is not None, wish, str(body.get("model")), has_one_text)
+    has_one_text = len(requests) == 1 and requests[0].n == 1 and not requests[0].logprobs
+    return CallJobs(jobs, head.key is not None, replace(call, requests=()), has_one_text)
 
 
 class Intake:
     """For one event loop."""
 
     def __init__(self, settings: ServeSettings) -> None:
-        self._call_job = partial(
-            call_job, options=settings.body_options, queue=settings.queue, timeout_s=settings.timeout_s
+        self._call_jobs = partial(
+            call_jobs, options=settings.body_options, queue=settings.queue, timeout_s=settings.timeout_s
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="intake")
         self._process: ProcessPoolExecutor | None = None
         self._one_large = asyncio.Lock()
 
-    async def call_job(self, body: IO[bytes], head: CallHead) -> CallJob:
+    async def call_jobs(self, body: IO[bytes], head: CallHead) -> CallJobs:
         """As the function of that name; one large body at a time is in memory.
 
         Raises:
@@ -161,9 +133,9 @@ class Intake:
         if self._process is not None:
             self._process.shutdown(cancel_futures=True)
 
-    async def _in(self, executor: Executor, body: IO[bytes], head: CallHead) -> CallJob:
+    async def _in(self, executor: Executor, body: IO[bytes], head: CallHead) -> CallJobs:
         body.seek(0)
-        return await asyncio.get_running_loop().run_in_executor(executor, self._call_job, [body.read()], head)
+        return await asyncio.get_running_loop().run_in_executor(executor, self._call_jobs, [body.read()], head)
 
 
 def _begin_process() -> None:

@@ -13,7 +13,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive
 
-from stoker.openai.answers import Failure, of_exception
+from stoker.api.endpoint import Endpoint
+from stoker.api.endpoints import ENDPOINTS
+from stoker.api.failure import Failure, of_exception
 from stoker_shared.errors import RequestTooLarge, StokerError
 from stoker_shared.job_data import read_json
 
@@ -34,19 +36,23 @@ class Json(JSONResponse):
         return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode(errors="backslashreplace")
 
 
-def failed(failure: Failure, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """The response that describes a failure. Its header tells `openai`'s clients whether to try again by themselves."""
+def failed(endpoint: Endpoint | None, failure: Failure, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """The response that describes a failure, in the form of the endpoint's API; OpenAI's where there is none.
+
+    Its header tells the clients' packages whether to try again by themselves.
+    """
     own = {"x-should-retry": "true" if failure.retryable else "false"}
     if failure.retry_after_s is not None:
         own["retry-after"] = str(failure.retry_after_s)
     if failure.status == 401:
         own["www-authenticate"] = "Bearer"
-    return Json(failure.body, failure.status, headers={**(headers or {}), **own})
+    body = failure.body if endpoint is None else endpoint.failure(failure)
+    return Json(body, failure.status, headers={**(headers or {}), **own})
 
 
 async def on_error(request: Request, error: Exception) -> JSONResponse:
     """The response to any exception that an endpoint raises."""
-    return failed(described(error))
+    return failed(ENDPOINTS.get(request.url.path), described(error))
 
 
 def described(error: Exception) -> Failure:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Self
 
-from stoker.openai.fields import BodyOptions
+from stoker.api.fields import BodyOptions
 from stoker_shared.wire import DEFAULT_QUEUE, MAX_REQUEST_BYTES
 
 MIN_TOKEN_CHARACTERS: Final = 16

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Final, Generic, Literal, Protocol, TypeVar
 from uuid import uuid4
 
-from stoker.openai.answers import Failure
+from stoker.api.failure import Failure
 from stoker_shared.durable_file import draft_of, replace_file
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from tests.producer.played_worker import result_fields
 
+from stoker.api.chat import CHAT_URL
 from stoker.batch.input_file import BadLine, answer_id_for, job_id_for
 from stoker.batch.output_file import not_run_line, success_line
-from stoker.openai.fields import CHAT_URL
 from stoker_shared.result import GenerationResult
 
 BATCH = "night-0123456789abcdef"

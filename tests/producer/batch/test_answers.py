@@ -9,9 +9,9 @@ from openai.types.chat import ChatCompletion
 from openai.types.shared import ErrorObject
 from tests.producer.played_worker import result_fields
 
+from stoker.api.chat import CHAT_URL, TEXT_URL
 from stoker.batch.input_file import BadLine
 from stoker.batch.output_file import failure_line, is_success, line_bytes, not_run_line, success_line
-from stoker.openai.fields import CHAT_URL, TEXT_URL
 from stoker_shared.result import GenerationResult
 
 LOGPROBS = {

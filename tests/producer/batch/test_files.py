@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from stoker.api.fields import BodyOptions
 from stoker.batch.input_file import (
     MAX_LINE_BYTES,
     BadLine,
@@ -18,7 +19,6 @@ from stoker.batch.input_file import (
     job_id_for,
 )
 from stoker.batch.output_file import OutputFile, OutputRefused, line_bytes, not_run_line
-from stoker.openai.fields import BodyOptions
 
 BATCH = batch_for("nightly", fingerprint_of("digest", []))
 

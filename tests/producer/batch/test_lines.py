@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from stoker.api.chat import CHAT_URL, TEXT_URL
+from stoker.api.fields import BodyOptions
 from stoker.batch.input_file import BadLine, read_line
-from stoker.openai.fields import CHAT_URL, TEXT_URL, BodyOptions
 
 GOOD: dict[str, Any] = {
     "custom_id": "one",

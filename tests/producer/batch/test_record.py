@@ -6,12 +6,12 @@ import time
 import pytest
 from tests.producer.played_worker import PlayedWorker
 
+from stoker.api.fields import BodyOptions
 from stoker.batch.collecting import ends_of, server_ms
 from stoker.batch.feeding import Feeder
 from stoker.batch.input_file import InputFile
 from stoker.batch.record import BatchRecord, forget, mark_canceled, read_record, register, sent_lines, take_out
 from stoker.new_job import JobOptions
-from stoker.openai.fields import BodyOptions
 from stoker.operations import Watched, run
 
 LINES = 4

@@ -4,7 +4,7 @@ import json
 
 from tests.producer.batch.taught_lines import answered, asked, failed, training_set, user, write
 
-from stoker.openai.fields import TEXT_URL
+from stoker.api.chat import TEXT_URL
 
 TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]
 

@@ -16,7 +16,7 @@ from rq.exceptions import NoSuchJobError
 from tests.producer.played_worker import PlayedWorker, result_fields
 from tests.support.server_fixture import require_server_program
 
-from stoker.openai.fields import BodyOptions
+from stoker.api.fields import BodyOptions
 from stoker.serve.app import build_app
 from stoker.serve.server import web_server
 from stoker.serve.settings import ServeSettings

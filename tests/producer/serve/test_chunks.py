@@ -10,13 +10,15 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 from tests.producer.played_worker import result_fields
 
-from stoker.openai.answers import Failure
-from stoker.serve.chunks import DONE, Chunks, Deltas
+from stoker.api.chat import Chunks
+from stoker.api.deltas import Delta, Deltas
+from stoker.api.failure import Failure
 from stoker.serve.generation import _events
 from stoker.streaming import Restarted, TextChunk
 from stoker_shared.answer_parts import Edge, Markers
 from stoker_shared.result import GenerationResult
 
+DONE = b"data: [DONE]\n\n"
 LOGPROBS = {"content": [{"token": "hello", "logprob": -0.5}]}
 
 
@@ -24,9 +26,8 @@ LOGPROBS = {"content": [{"token": "hello", "logprob": -0.5}]}
 @pytest.mark.parametrize("text", ["hello", ""])
 def test_every_event_is_of_openais_form(is_text, form, text):
     result = GenerationResult.model_validate({**result_fields("j", text), "logprobs": LOGPROBS})
-    chunks = Chunks("j", "m", 7, is_text, True)
-    events = [chunks.more({"text": "x"} if is_text else {"content": "x"})]
-    events += chunks.rest(result, Deltas(is_text=is_text))
+    chunks = Chunks("j", "m", 7, is_raw=is_text, with_usage=True)
+    events = [*chunks.more(Delta("text", "x")), *chunks.end([result], Deltas(is_raw=is_text))]
     assert events.pop() == DONE
     with_scores = 0
     for event in events:
@@ -43,13 +44,13 @@ THINKING = Markers(first="reasoning", edges=(Edge("reasoning", "|", "normal"), E
 
 def sent(run, result, *, is_text=False, markers=THINKING):
     """What was sent of a run, in which ``None`` is a restart, and of its result."""
-    deltas = Deltas(is_text=is_text)
+    deltas = Deltas(is_raw=is_text)
     found = [delta for part in run for delta in deltas.add(TextChunk(part, markers) if part else Restarted())]
     return found, deltas.rest(GenerationResult.model_validate({**result_fields("j"), **result}))
 
 
-def joined(deltas, name):
-    return "".join(delta.get(name, "") for delta in deltas)
+def joined(deltas, kind="text"):
+    return "".join(delta.text for delta in deltas if delta.kind == kind)
 
 
 @pytest.mark.parametrize("is_text", [True, False])
@@ -66,10 +67,8 @@ def joined(deltas, name):
     ],
 )
 def test_text_that_comes_again_is_sent_once(run, begun, text, is_text):
-    name = "text" if is_text else "content"
     live, rest = sent(run, {"text": text}, is_text=is_text, markers=Markers())
-    assert (joined(live, name), joined([*live, *rest], name)) == (begun, text)
-    assert [delta for delta in (*live, *rest) if "role" in delta] == ([] if is_text else live[:1])
+    assert (joined(live), joined([*live, *rest])) == (begun, text)
 
 
 @pytest.mark.parametrize("is_text", [True, False])
@@ -85,9 +84,11 @@ RESULT = {"text": "Hm. So|Yes.#call", "reasoning": "Hm. So", "answer": "Yes."}
 
 def test_an_answer_whose_worker_is_lost_while_it_thinks_goes_on_where_it_was():
     live, rest = sent(["Hm.", None, "H", "m. S", "o|Y"], RESULT)
-    assert [delta.get("reasoning_content") for delta in live] == [None, "Hm.", " S", "o", None]
-    assert joined(live, "content") == "Y"
-    assert (joined(rest, "content"), joined(rest, "reasoning_content")) == ("es.", "")
+    assert [(delta.kind, delta.text) for delta in live] == [
+        *(("reasoning", text) for text in ("Hm.", " S", "o")),
+        ("text", "Y"),
+    ]
+    assert [(delta.kind, delta.text) for delta in rest] == [("text", "es.")]
 
 
 @pytest.mark.parametrize("run", [["Hm.", None, "No."], ["Hm. So|Yes", None, "Hm. So|No"], ["Hm. So|Yes.", None]])
@@ -98,13 +99,13 @@ def test_an_answer_whose_worker_is_lost_while_it_thinks_must_think_the_same_agai
 
 def test_what_was_held_back_may_come_out_otherwise_in_another_run():
     live, rest = sent(["Hm. So|", "Yes.", "#one call", None, "Hm. So|Yes.", "#another"], RESULT)
-    assert joined([*live, *rest], "content") == "Yes."
+    assert joined([*live, *rest]) == "Yes."
 
 
 def test_an_answer_is_sent_at_its_end_if_the_worker_does_not_tell_its_markers():
     live, rest = sent(["Hm. So|Yes"], RESULT, markers=None)
     assert live == []
-    assert rest == [{"role": "assistant", "content": ""}, {"reasoning_content": "Hm. So"}, {"content": "Yes."}]
+    assert rest == [Delta("reasoning", "Hm. So"), Delta("text", "Yes.")]
 
 
 def test_a_stream_that_finds_no_place_is_sent_at_its_end():
@@ -116,16 +117,16 @@ async def two_streams_and_one_place():
         await asyncio.Event().wait()
         yield
 
-    async def result():
-        return GenerationResult.model_validate(result_fields("j"))
+    async def results():
+        return [GenerationResult.model_validate(result_fields("j"))]
 
     settings = SimpleNamespace(timeout_s=60)
     backend: Any = SimpleNamespace(live=asyncio.Semaphore(1), settings=settings)
-    call: Any = SimpleNamespace(result=result, ticket=SimpleNamespace(stream=lambda timeout_s: endless()))
-    chunks = Chunks("j", "m", 0, is_text=False, with_usage=False)
+    call: Any = SimpleNamespace(results=results, tickets=[SimpleNamespace(stream=lambda timeout_s: endless())])
 
     async def all_events():
-        return [event async for event in _events(backend, call, chunks, is_one=True)]
+        chunks = Chunks("j", "m", 0, is_raw=False, with_usage=False)
+        return [event async for event in _events(backend, call, chunks, Deltas(is_raw=False), is_live=True)]
 
     streams = [asyncio.ensure_future(all_events()) for _ in range(2)]
     ended, waiting = await asyncio.wait(streams, timeout=5, return_when=asyncio.FIRST_COMPLETED)

@@ -8,13 +8,14 @@ from tempfile import SpooledTemporaryFile
 
 from starlette.datastructures import Headers
 
-from stoker.openai.answers import Failure
-from stoker.openai.fields import CHAT_URL, BodyOptions
+from stoker.api.chat import CHAT_URL
+from stoker.api.failure import Failure
+from stoker.api.fields import BodyOptions
 from stoker.serve import intake
 from stoker.serve.intake import CallHead, Intake
-from stoker.serve.settings import ServeSettings
+from stoker.serve.settings import ANYBODY, ServeSettings
 
-HEAD = CallHead.of(CHAT_URL, Headers({"x-stoker-agent": "a"}))
+HEAD = CallHead.of(CHAT_URL, Headers({"x-stoker-agent": "a"}), ANYBODY)
 LARGE = "x" * 300_000
 
 
@@ -35,7 +36,7 @@ def call_jobs(*texts, **fields):
                 f.truncate()
                 f.write(json.dumps({"messages": messages, **fields}).encode())
                 try:
-                    yield await made.call_job(f, HEAD)
+                    yield await made.call_jobs(f, HEAD)
                 except Failure as failure:
                     yield failure
 
@@ -47,9 +48,9 @@ def call_jobs(*texts, **fields):
 
 def test_calls_of_any_size_become_jobs_with_the_fields_of_their_headers():
     small, large = call_jobs("x", LARGE, stream=True, n=2, cache="read")
-    assert (small.wish, small.has_one_text) == (large.wish, large.has_one_text)
-    assert large.job.size_bytes > len(LARGE)
-    assert small.job.job_id != large.job.job_id
+    assert (small.call, small.has_one_text) == (large.call, large.has_one_text)
+    assert large.jobs[0].size_bytes > len(LARGE)
+    assert small.jobs[0].job_id != large.jobs[0].job_id
 
 
 def test_what_is_wrong_with_a_large_body_is_named_as_for_a_small_one():
@@ -65,7 +66,7 @@ def test_a_large_body_is_read_in_another_process(monkeypatch):
     monkeypatch.setattr(intake, "json_object", no_read)
     small, large = call_jobs("x", LARGE)
     assert small.status == 418
-    assert large.job.size_bytes > len(LARGE)
+    assert large.jobs[0].size_bytes > len(LARGE)
 
 
 def test_after_the_death_of_that_process_another_one_reads():
@@ -76,4 +77,4 @@ def test_after_the_death_of_that_process_another_one_reads():
 
     first, second, third = call_jobs(LARGE, kill, LARGE, LARGE)
     assert (second.status, second.retryable) == (503, True)
-    assert first.job.size_bytes == third.job.size_bytes
+    assert first.jobs[0].size_bytes == third.jobs[0].size_bytes

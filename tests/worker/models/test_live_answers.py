@@ -9,7 +9,7 @@ from tests.producer.played_worker import result_fields
 from tests.worker.models.tool_formats import CALLS, TOOL, call_text, format_of, wrapper
 from tests.worker.pipeline.answers import answer_to
 
-from stoker.serve.chunks import Delta, Deltas
+from stoker.api.deltas import Delta, Deltas
 from stoker.streaming import TextChunk
 from stoker_shared.result import GenerationResult
 from stoker_worker.models.answer_formats import answer_format
@@ -55,8 +55,8 @@ def pieces(text: str) -> Iterator[list[str]]:
         yield [text[begin:end] for begin, end in pairwise(cuts)]
 
 
-def joined(deltas: list[Delta], name: str) -> str:
-    return "".join(delta.get(name, "") for delta in deltas)
+def joined(deltas: list[Delta], kind: str) -> str:
+    return "".join(delta.text for delta in deltas if delta.kind == kind)
 
 
 @pytest.mark.parametrize("tools", [[TOOL], None], ids=["tools", "no tools"])
@@ -67,18 +67,18 @@ def test_the_deltas_of_an_answer_are_the_answer(form: AnswerFormat, opened: str,
         answer = answer_to(text, form, opened=opened, tools=tools)
         result = GenerationResult.model_validate({**result_fields("j"), **answer.fields()})
         for parts in pieces(text):
-            deltas = Deltas(is_text=False)
+            deltas = Deltas(is_raw=False)
             live = [delta for part in parts for delta in deltas.add(TextChunk(part, markers))]
             rest = deltas.rest(result)
-            assert joined([*live, *rest], "reasoning_content") == (answer.reasoning or ""), text
+            assert joined([*live, *rest], "reasoning") == (answer.reasoning or ""), text
             content = answer.content if answer.content.strip() or not answer.tool_calls else ""
-            assert joined([*live, *rest], "content") == content, text
-            calls = [call for delta in rest for call in delta.get("tool_calls", ())]
-            assert [call["id"] for call in calls] == [call.id for call in answer.tool_calls]
+            assert joined([*live, *rest], "text") == content, text
+            calls = [delta.call.id for delta in rest if delta.call is not None]
+            assert calls == [call.id for call in answer.tool_calls]
 
 
 def test_thinking_and_the_text_before_a_call_are_sent_before_the_end(form: AnswerFormat) -> None:
-    text, deltas = texts(form)[0], Deltas(is_text=False)
+    text, deltas = texts(form)[0], Deltas(is_raw=False)
     markers = form.markers(form.first_state, with_calls=True)
     live = [delta for letter in text for delta in deltas.add(TextChunk(letter, markers))]
-    assert (joined(live, "reasoning_content"), joined(live, "content")) == ("Hm.", "I look.")
+    assert (joined(live, "reasoning"), joined(live, "text")) == ("Hm.", "I look.")

@@ -3,15 +3,15 @@
 from openai.types.chat import ChatCompletion
 from tests.producer.played_worker import result_fields
 
-from stoker.openai.answers import answer_body
-from stoker.openai.fields import CHAT_URL, TEXT_URL
+from stoker.api.chat import CHAT_URL, TEXT_URL
+from stoker.api.endpoints import ENDPOINTS
 from stoker_shared.result import GenerationResult
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 def body(url=CHAT_URL, **fields):
-    return answer_body(url, 1, GenerationResult.model_validate({**result_fields("j"), **fields}))
+    return ENDPOINTS[url].answer([GenerationResult.model_validate({**result_fields("j"), **fields})], 1, {})
 
 
 def message(**fields):

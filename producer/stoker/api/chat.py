@@ -1,0 +1,297 @@
+"""OpenAI's chat completions and completions: their fields, which docs/batches.md lists, their answers and events. Pure.
+
+What OpenAI has no name for has vLLM's: `reasoning_content` in a message, `prompt_logprobs` in the body. `task` and
+`attempts` are stoker's own.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from stoker.api.deltas import Delta, Deltas, content_of
+from stoker.api.endpoint import KEEP_ALIVE, ApiCall, event, take_stream
+from stoker.api.failure import Failure, FieldRefused
+from stoker.api.fields import BodyOptions, Rule, apply_rules, copied, ignored, limit, model_rule, only
+from stoker_shared.result import Choice, GenerationResult, Logprobs, TokenLogprob
+
+CHAT_URL: Final = "/v1/chat/completions"
+TEXT_URL: Final = "/v1/completions"
+_OPENAI_TEMPERATURE: Final = 1.0
+
+
+def _user(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
+    if not isinstance(value, str):
+        raise FieldRefused("user", "is not a string", "invalid_value")
+    fields.setdefault("agent_id", value)
+
+
+def _metadata(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
+    if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
+        raise FieldRefused("metadata", "is not an object of strings", "invalid_value")
+    if "agent_id" in value:
+        fields["agent_id"] = value["agent_id"]
+
+
+def _response_format(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
+    if value != {"type": "text"}:
+        fields["response_format"] = value
+
+
+def _prompt(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if not isinstance(value, str):
+        raise FieldRefused("prompt", "must be one string: give each prompt a request of its own; tokens are not served")
+    fields["prompt"] = value
+
+
+def _text_logprobs(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= 5:
+        raise FieldRefused("logprobs", "must be a whole number from 0 to 5", "invalid_value")
+    fields["logprobs"], fields["top_logprobs"] = True, value
+
+
+_COMMON: Final[dict[str, Rule]] = {
+    "model": model_rule,
+    **limit("max_tokens"),
+    "user": _user,
+    "metadata": _metadata,
+    **copied("temperature", "top_p", "seed", "stop", "n", "frequency_penalty", "presence_penalty", "logit_bias"),
+    # Not OpenAI's:
+    **copied("context", "cache", "cache_salt", "expect_version", "must_exist", "task"),
+    **copied("top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "guide"),
+    **copied("max_reasoning_tokens", "prompt_logprobs", "prompt_logprobs_start"),
+}
+
+_CHAT: Final[dict[str, Rule]] = {
+    **_COMMON,
+    **limit("max_completion_tokens"),
+    "response_format": _response_format,
+    **copied("messages", "logprobs", "top_logprobs", "tools", "tool_choice", "chat_template_kwargs"),
+    **ignored("prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+    **ignored("safety_identifier", "service_tier"),
+    **only("parallel_tool_calls", True),
+    **only("modalities", ["text"]),
+    **only("audio"),
+    **only("functions", []),
+    **only("function_call"),
+    **only("reasoning_effort"),
+    **only("verbosity", "medium"),
+    **only("web_search_options"),
+    **only("moderation"),
+    **only("store", False),
+}
+
+_TEXT: Final[dict[str, Rule]] = {
+    **_COMMON,
+    "prompt": _prompt,
+    "logprobs": _text_logprobs,
+    **only("best_of", 1),
+    **only("echo", False),
+    **only("suffix"),
+}
+
+_ID_PREFIX: Final = {True: "cmpl", False: "chatcmpl"}
+
+
+class Completions:
+    """One of the two endpoints. Implements `Endpoint`.
+
+    Attributes:
+        rules: by the names of its fields; without `stream` and `stream_options`.
+    """
+
+    def __init__(self, url: str, rules: Mapping[str, Rule], *, is_raw: bool, max_tokens: int) -> None:
+        self.url = url
+        self.is_raw = is_raw
+        self.rules = rules
+        self._max_tokens = max_tokens
+
+    def read(self, body: dict[str, Any], options: BodyOptions) -> ApiCall:
+        is_streamed, stream_options = take_stream(body), body.pop("stream_options", None)
+        if stream_options is not None and (not is_streamed or not isinstance(stream_options, dict)):
+            raise FieldRefused("stream_options", "must be an object, and needs 'stream': true", "invalid_value")
+        if is_streamed and body.get("prompt_logprobs") is not None:
+            raise FieldRefused("prompt_logprobs", "has no place in a stream: ask without 'stream'")
+        fields: dict[str, Any] = {"temperature": _OPENAI_TEMPERATURE}
+        apply_rules(self.rules, self.url, body, fields, options)
+        if fields.get("tool_choice") == "none" and "tools" not in fields:
+            del fields["tool_choice"]
+        fields.setdefault("max_tokens", options.max_tokens or self._max_tokens)
+        kept = {"with_usage": bool((stream_options or {}).get("include_usage"))}
+        return ApiCall((fields,), str(body.get("model")), is_streamed, kept)
+
+    def answer(self, results: Sequence[GenerationResult], created_s: int, kept: Mapping[str, Any]) -> dict[str, Any]:
+        make, first = _text_choice if self.is_raw else _chat_choice, results[0]
+        body = {
+            "id": f"{_ID_PREFIX[self.is_raw]}-{first.job_id}",
+            "object": "text_completion" if self.is_raw else "chat.completion",
+            "created": created_s,
+            "model": first.model,
+            "choices": [make(index, choice) for index, choice in enumerate(_choices_of(results))],
+            "usage": _usage_of(results),
+        }
+        if first.prompt_logprobs is not None:
+            body["prompt_logprobs"] = first.prompt_logprobs.model_dump(mode="json")
+        if first.task is not None:
+            body["task"] = first.task
+        if first.attempts is not None:
+            body["attempts"] = [attempt.model_dump(mode="json") for attempt in first.attempts]
+        return body
+
+    def events(self, job_id: str, call: ApiCall, created_s: int) -> "Chunks":
+        return Chunks(job_id, call.model, created_s, is_raw=self.is_raw, with_usage=call.kept["with_usage"])
+
+    def failure(self, failure: Failure) -> dict[str, Any]:
+        return failure.body
+
+
+CHAT: Final = Completions(CHAT_URL, _CHAT, is_raw=False, max_tokens=1024)
+"""OpenAI's own has no default limit."""
+
+TEXT: Final = Completions(TEXT_URL, _TEXT, is_raw=True, max_tokens=16)
+
+
+def _choices_of(results: Sequence[GenerationResult]) -> list[Choice]:
+    return [choice for result in results for choice in (result.choices or [result])]
+
+
+def _usage_of(results: Sequence[GenerationResult]) -> dict[str, Any]:
+    n_prompt, n_cached, n_completion, n_reasoning = (
+        sum(getattr(result.usage, name) for result in results)
+        for name in ("prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens")
+    )
+    return {
+        "prompt_tokens": n_prompt,
+        "completion_tokens": n_completion,
+        "total_tokens": n_prompt + n_completion,
+        "prompt_tokens_details": {"cached_tokens": n_cached},
+        "completion_tokens_details": {"reasoning_tokens": n_reasoning},
+    }
+
+
+def _message_of(choice: Choice) -> dict[str, Any]:
+    """The assistant's message; its `content` is ``None`` if the model only calls tools."""
+    message: dict[str, Any] = {"role": "assistant", "content": content_of(choice), "refusal": None}
+    if choice.reasoning is not None:
+        message["reasoning_content"] = choice.reasoning
+    if choice.tool_calls:
+        message["tool_calls"] = [call.model_dump(mode="json") for call in choice.tool_calls]
+    return message
+
+
+def _chat_logprobs(logprobs: Logprobs | None) -> dict[str, Any] | None:
+    if logprobs is None:
+        return None
+    return {"content": [entry.model_dump(mode="json") for entry in logprobs.content], "refusal": None}
+
+
+def _text_logprobs_of(logprobs: Logprobs | None) -> dict[str, Any] | None:
+    """The older form, by columns; a token's offset is the length of the text before it."""
+    if logprobs is None:
+        return None
+    entries: list[TokenLogprob] = logprobs.content
+    offsets, at = [], 0
+    for entry in entries:
+        offsets.append(at)
+        at += len(entry.token)
+    return {
+        "tokens": [entry.token for entry in entries],
+        "token_logprobs": [entry.logprob for entry in entries],
+        "top_logprobs": [{top.token: top.logprob for top in entry.top_logprobs} for entry in entries],
+        "text_offset": offsets,
+    }
+
+
+def _chat_choice(index: int, choice: Choice) -> dict[str, Any]:
+    return {
+        "index": index,
+        "message": _message_of(choice),
+        "logprobs": _chat_logprobs(choice.logprobs),
+        "finish_reason": choice.finish_reason,
+    }
+
+
+def _text_choice(index: int, choice: Choice) -> dict[str, Any]:
+    logprobs = _text_logprobs_of(choice.logprobs)
+    return {"index": index, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+
+
+_DONE: Final = b"data: [DONE]\n\n"
+
+
+class Chunks:
+    """Implements `EventWriter`.
+
+    Args:
+        model: the name that the events have.
+        created_s: Unix seconds.
+        with_usage: every event has `usage`, and a last one has the counts.
+    """
+
+    keep_alive = KEEP_ALIVE
+
+    def __init__(self, job_id: str, model: str, created_s: int, *, is_raw: bool, with_usage: bool) -> None:
+        self._is_raw = is_raw
+        self._with_usage = with_usage
+        self._begun: set[int] = set()
+        self._frame = {
+            "id": f"{_ID_PREFIX[is_raw]}-{job_id}",
+            "object": "text_completion" if is_raw else "chat.completion.chunk",
+            "created": created_s,
+            "model": model,
+        }
+
+    def begin(self) -> Iterator[bytes]:
+        yield from ()
+
+    def more(self, delta: Delta, index: int = 0, *, logprobs: Any = None) -> Iterator[bytes]:
+        yield from self._begin_choice(index)
+        yield self._event(self._fields(delta), index, logprobs=logprobs)
+
+    def end(self, results: Sequence[GenerationResult], first: Deltas) -> Iterator[bytes]:
+        choices = _choices_of(results)
+        for index, choice in enumerate(choices):
+            deltas = first if index == 0 else Deltas(is_raw=self._is_raw)
+            yield from self._rest(index, choice, deltas.rest(choice))
+        for index, choice in enumerate(choices):
+            yield self._event({"text": ""} if self._is_raw else {}, index, reason=choice.finish_reason)
+        if self._with_usage:
+            yield event({**self._frame, "choices": [], "usage": _usage_of(results)})
+        yield _DONE
+
+    def failed(self, failure: Failure) -> Iterator[bytes]:
+        yield event(failure.body)
+
+    def _rest(self, index: int, choice: Choice, deltas: list[Delta]) -> Iterator[bytes]:
+        """With the log-probabilities, if there are any, in an event of text."""
+        logprobs = _text_logprobs_of(choice.logprobs) if self._is_raw else _chat_logprobs(choice.logprobs)
+        is_empty = self._is_raw and not deltas and index not in self._begun
+        if is_empty or (logprobs is not None and all(delta.kind != "text" for delta in deltas)):
+            deltas = [*deltas, Delta("text")]
+        yield from self._begin_choice(index)
+        for delta in deltas:
+            yield from self.more(delta, index, logprobs=logprobs if delta.kind == "text" else None)
+
+    def _begin_choice(self, index: int) -> Iterator[bytes]:
+        if index not in self._begun:
+            self._begun.add(index)
+            if not self._is_raw:
+                yield self._event({"role": "assistant", "content": ""}, index)
+
+    def _fields(self, delta: Delta) -> dict[str, Any]:
+        if delta.call is not None:
+            return {"tool_calls": [{"index": delta.number, **delta.call.model_dump(mode="json")}]}
+        if self._is_raw:
+            return {"text": delta.text}
+        return {"reasoning_content" if delta.kind == "reasoning" else "content": delta.text}
+
+    def _event(self, fields: dict[str, Any], index: int, *, reason: str | None = None, logprobs: Any = None) -> bytes:
+        """`reason`: why the answer ended, in the last event of a choice."""
+        choice = {
+            "index": index,
+            **(fields if self._is_raw else {"delta": fields}),
+            "logprobs": logprobs,
+            "finish_reason": reason,
+        }
+        usage = {"usage": None} if self._with_usage else {}
+        return event({**self._frame, "choices": [choice], **usage})

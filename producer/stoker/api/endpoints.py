@@ -1,0 +1,12 @@
+"""The endpoints by their paths. Pure."""
+
+from collections.abc import Mapping
+from typing import Final
+
+from stoker.api.chat import CHAT, TEXT
+from stoker.api.endpoint import Endpoint
+
+ENDPOINTS: Final[Mapping[str, Endpoint]] = {endpoint.url: endpoint for endpoint in (CHAT, TEXT)}
+
+BATCH_URLS: Final = (CHAT.url, TEXT.url)
+"""Those of a batch's lines."""
