@@ -194,10 +194,13 @@ class _TooMuch(Exception):
 def _schema_fault(schema: dict[str, Any], text: str) -> str | None:
     """The first fault of an answer, with the keyword and the place; ``None`` if it is valid.
 
-    Raises:
-        InvalidRequest: as `make_ready`.
+    It raises nothing: the answer's turn may be saved already, so a schema that cannot be read now, though it could
+    before, rejects the answer and does not fail the job.
     """
-    validator = _validator(_as_text(schema))
+    try:
+        validator = _validator(_as_text(schema))
+    except InvalidRequest as unreadable:
+        return f"the schema cannot be applied ({str(unreadable).removeprefix('check.json_schema: ')})"
     try:
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

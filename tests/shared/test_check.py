@@ -144,6 +144,16 @@ def test_a_schema_that_is_too_large_is_refused_and_holds_nobody_up(monkeypatch):
         make_ready(Check(json_schema={"properties": {f"p{n}": {"type": "string"} for n in range(5000)}}))
 
 
+def test_an_answer_is_judged_also_when_its_schema_takes_too_long_to_read_again(monkeypatch):
+    """The job was taken with this schema, and its answer may be saved already."""
+    check = Check(json_schema={"properties": {"a": {"type": "string"}}})
+    make_ready(check)
+    for number in range(20):  # other jobs' schemas
+        make_ready(Check(json_schema={"const": number}))
+    monkeypatch.setattr(check_module, "_MOST_S", 0.0)
+    assert rejection(check, said("{}")) == "json_schema: the schema cannot be applied (it is too large)"
+
+
 def test_a_reason_can_be_read_whatever_the_answer_names():
     check = Check(json_schema={"additionalProperties": {"type": "string"}})
     reason = rejection(check, said('{"\\ud800": 1}'))

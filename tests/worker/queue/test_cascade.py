@@ -120,6 +120,18 @@ def test_a_result_without_a_check_has_no_attempts(connection, queue, plain, task
     assert verdicts(connection) == {}
 
 
+def test_a_schema_that_cannot_be_read_rejects_the_answer_and_does_not_fail_a_job_whose_turn_is_saved(
+    connection, queue, plain
+):
+    enqueue(plain, check={"json_schema": {"type": "objekt"}}, route=[])
+    [job] = claim(queue)
+    finish(job, ACCEPTED)
+    assert Job.fetch("job", connection, JSONSerializer).get_status() == "finished"
+    [attempt] = attempts_of(connection)
+    assert not attempt.accepted
+    assert attempt.reason.startswith("json_schema: the schema cannot be applied (")
+
+
 def losing(job, monkeypatch, what):
     """Once, the connection is lost before the script, or before its reply."""
     cascade, losses = job.ends.cascade, [what]
