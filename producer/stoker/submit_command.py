@@ -215,6 +215,7 @@ def _as_response_format(context: click.Context, parameter: click.Parameter, valu
 @_input("--json-file", type=_text_file, metavar="FILE",
         help="A whole request as a JSON object; - reads stdin. Other options replace its fields.")  # fmt: skip
 @_memory("--agent", "agent_id", metavar="ID", help="The agent whose memory is used and extended.  [none: no memory]")
+@_memory("--session", metavar="ID", help="Keep the caches of this session's calls; no conversation is stored.")
 @_memory("--context", type=click.Choice(["full", "append"]),
          help="full: the input is the whole conversation; append: it continues the agent's.  [full]")  # fmt: skip
 @_memory("--expect-version", type=int, metavar="N", help="With append: fail unless the agent is at this version.")

@@ -56,6 +56,7 @@ class SubmitFields(ManyFields, total=False):
     """Further keyword arguments of `submit`: those of `GenerationRequest` and of `JobOptions`."""
 
     agent_id: str | None
+    session: str | None
     prompt: str | None
     messages: Sequence[Message | Mapping[str, Any]] | None
     context: Literal["full", "append"]

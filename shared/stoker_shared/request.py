@@ -202,15 +202,13 @@ other readers, after the writes enqueued before it and before those enqueued aft
 agent, or does not touch the memory."""
 
 AgentId = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_is_printable)]
+"""1 to 200 printable characters, also ``../``, emoji and spaces; never used as a path as it is."""
 
 
 def _is_label(value: str) -> str:
     if not re.fullmatch(r"[!-~]{1,64}", value):
         raise ValueError("must be 1 to 64 ASCII characters without spaces")
     return value
-
-
-"""1 to 200 printable characters, also ``../``, emoji and spaces; never used as a path as it is."""
 
 
 class GenerationRequest(BaseModel):
@@ -224,6 +222,7 @@ class GenerationRequest(BaseModel):
 
     v: Annotated[int, Field(ge=1)] = REQUEST_VERSION
     agent_id: AgentId | None = None
+    session: AgentId | None = None
     prompt: Annotated[str, Field(min_length=1)] | None = None
     messages: (
         Annotated[tuple[Message, ...], Field(max_length=MOST_MESSAGES, fail_fast=True), BeforeValidator(as_tuple)]
@@ -286,6 +285,8 @@ class GenerationRequest(BaseModel):
             raise ValueError("exactly one of 'prompt' and 'messages' must be given")
         if self.messages == ():
             raise ValueError("'messages' must hold at least one message")
+        if self.session is not None and self.agent_id is not None:
+            raise ValueError("a session keeps caches only, an agent its conversation: give 'session' or 'agent_id'")
         if self.context == "append" and self.agent_id is None:
             raise ValueError("context 'append' continues an agent's conversation, so it needs 'agent_id'")
         if self.context == "full" and (self.expect_version is not None or self.must_exist):

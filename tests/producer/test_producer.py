@@ -111,7 +111,7 @@ def test_every_field_arrives(producer, connection):
     guide = {"choice": ["yes", "no"]}
     assert request_of(connection, ticket.job_id) == {"v": 5, "prompt": "p", "guide": guide, "logit_bias": {"5": -2.0}}
     route = [{"model": "m", "queue": "q"}]
-    routed = {"check": {"contains": ["x"]}, "route": route, "max_cost_s": 2.0, "task": "t"}
+    routed = {"check": {"contains": ["x"]}, "route": route, "max_cost_s": 2.0, "task": "t", "session": "s"}
     ticket = producer.submit(prompt="p", **routed)
     assert request_of(connection, ticket.job_id) == {"v": 5, "prompt": "p", **routed}
     assert {*FIELDS, *routed, "messages", "prompt", "guide", "v"} == set(GenerationRequest.model_fields)

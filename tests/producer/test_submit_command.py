@@ -55,6 +55,7 @@ FIELDS = {
 }
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CHECKED = {
+    "session": (["--session", "s"], "s"),
     "check": (["--check-file", "check.json"], {"contains": ["a"], "finish_reason": ["stop"]}),
     "max_cost_s": (["--max-cost-s", "2.5"], 2.5),
     "task": (["--task", "names"], "names"),
