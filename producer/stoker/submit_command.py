@@ -260,6 +260,7 @@ def _as_response_format(context: click.Context, parameter: click.Parameter, valu
 @_template("--tools-file", type=_text_file, metavar="FILE", help="A JSON list of tools; - reads stdin.")
 @_template("--tool-choice", metavar="CHOICE", callback=_as_tool_choice,
            help="auto, none, required, or the name of the tool to call.")  # fmt: skip
+@_template("--parallel-tool-calls/--no-parallel-tool-calls", default=None, help="More than one call, or at most one.")
 @_template(
     "--chat-template-kwargs", metavar="JSON", callback=_as_object, help="""For example '{"enable_thinking": false}'."""
 )

@@ -84,6 +84,7 @@ class SubmitFields(ManyFields, total=False):
     prompt_logprobs_start: int
     tools: Sequence[Mapping[str, Any]] | None
     tool_choice: str | Mapping[str, Any] | None
+    parallel_tool_calls: bool
     response_format: Mapping[str, Any] | None
     guide: Mapping[str, Any] | None
     max_reasoning_tokens: int | None

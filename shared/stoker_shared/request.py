@@ -267,6 +267,7 @@ class GenerationRequest(BaseModel):
         | None
     ) = None
     tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
     response_format: ResponseFormat | None = None
     guide: Guide | None = None
     max_reasoning_tokens: Annotated[int, Field(ge=0)] | None = None

@@ -98,6 +98,7 @@ FIELDS = {
     "stop": ["x", "y"], "stop_token_ids": [7], "ignore_eos": True, "repetition_penalty": 1.1, "presence_penalty": 0.5,
     "frequency_penalty": -0.5, "logit_bias": {"5": -2.0}, "n": 2, "logprobs": True, "top_logprobs": 2,
     "prompt_logprobs": 1, "prompt_logprobs_start": 4, "tools": [{"type": "function"}], "tool_choice": "none",
+    "parallel_tool_calls": False,
     "response_format": {"type": "json_object"}, "max_reasoning_tokens": 8,
     "chat_template_kwargs": {"enable_thinking": False}, "cache_salt": "s", "model": "m", "metadata": {"k": "v"},
 }  # fmt: skip

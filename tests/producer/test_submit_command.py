@@ -48,6 +48,7 @@ FIELDS = {
     "top_logprobs": (["--top-logprobs", "2"], 2),
     "tools": (["--tools-file", "tools.json"], TOOLS),
     "tool_choice": (["--tool-choice", "add"], {"type": "function", "function": {"name": "add"}}),
+    "parallel_tool_calls": (["--no-parallel-tool-calls"], False),
     "chat_template_kwargs": (["--chat-template-kwargs", '{"deep": false}'], {"deep": False}),
     "cache_salt": (["--cache-salt", "s"], "s"),
     "model": (["--model", "m"], "m"),

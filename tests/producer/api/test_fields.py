@@ -87,7 +87,7 @@ CASES: dict[str, Cases] = {
             ],
             [],
         ),
-        "parallel_tool_calls": ([(True, {})], [False]),
+        "parallel_tool_calls": ([(False, {"parallel_tool_calls": False})], []),
         "response_format": ([({"type": "text"}, {}), (SCHEMA, {"response_format": SCHEMA})], []),
         "modalities": ([(["text"], {})], [["text", "audio"]]),
         "audio": ([], [AUDIO]),

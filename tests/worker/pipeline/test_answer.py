@@ -67,6 +67,13 @@ def test_calls_are_in_openais_form_and_the_text_between_them_is_the_content():
     assert (answer.finish_reason, answer.content, answer.reasoning) == ("tool_calls", "I look.", "Hm.")
 
 
+def test_an_answer_with_at_most_one_call_keeps_the_first():
+    answer = called(f"I look. {call()}{call(name='go')}", parallel_tool_calls=False)
+    assert [x.function.name for x in answer.tool_calls] == ["look"]
+    assert (answer.finish_reason, answer.content) == ("tool_calls", "I look.")
+    assert called("No.", parallel_tool_calls=False).finish_reason == "stop"
+
+
 def test_ids_of_calls_are_the_same_for_the_same_delivery_and_unique_in_the_conversation():
     text = call() + call() + call(id="own") + call(id="own")
     ids = [x.id for x in called(text).tool_calls]

@@ -99,14 +99,15 @@ def read_answer(
     calls = Calls(request.offered_tools, form, _used_ids(prompt), id_seed, is_cut_off=length)
     parts = cut(completion.text, prompt.markers, calls.take, form.tool_end)
     said = parts.said
+    found = calls.found if request.parallel_tool_calls else calls.found[:1]
     return Answer(
         text=completion.text,
         content=said if said == completion.text else parts.content,
-        finish_reason="length" if length else "tool_calls" if calls.found else "stop",
+        finish_reason="length" if length else "tool_calls" if found else "stop",
         reasoning=parts.reasoning or None,
-        tool_calls=tuple(calls.found),
+        tool_calls=tuple(found),
         tool_error=parts.error,
-        reasoning_tokens=_reasoning_tokens(completion, form, is_open=bool(prompt.opened), has_calls=bool(calls.found)),
+        reasoning_tokens=_reasoning_tokens(completion, form, is_open=bool(prompt.opened), has_calls=bool(found)),
         opened=prompt.opened,
         parsed=parsed_answer(request, completion, said),
     )
