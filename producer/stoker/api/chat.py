@@ -10,7 +10,17 @@ from typing import Any, Final
 from stoker.api.deltas import Delta, Deltas, content_of
 from stoker.api.endpoint import KEEP_ALIVE, ApiCall, event, take_stream
 from stoker.api.failure import Failure, FieldRefused
-from stoker.api.fields import BodyOptions, Rule, apply_rules, copied, ignored, limit, model_rule, only
+from stoker.api.fields import (
+    BodyOptions,
+    Rule,
+    apply_rules,
+    copied,
+    default_limit,
+    ignored,
+    limit,
+    model_rule,
+    only,
+)
 from stoker_shared.result import Choice, GenerationResult, Logprobs, TokenLogprob
 
 CHAT_URL: Final = "/v1/chat/completions"
@@ -116,7 +126,7 @@ class Completions:
         apply_rules(self.rules, self.url, body, fields, options)
         if fields.get("tool_choice") == "none" and "tools" not in fields:
             del fields["tool_choice"]
-        fields.setdefault("max_tokens", options.max_tokens or self._max_tokens)
+        default_limit(fields, options, self._max_tokens)
         kept = {"with_usage": bool((stream_options or {}).get("include_usage"))}
         return ApiCall((fields,), str(body.get("model")), is_streamed, kept)
 

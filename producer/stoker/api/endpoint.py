@@ -23,12 +23,22 @@ class ApiCall:
         model: as the caller names it.
         is_streamed: the answer is to be sent as events.
         kept: what the answer needs of the body, as plain JSON.
+        is_stored: the input and the answer are kept for later calls.
+        is_background: the call is answered at once, and its job goes on without it.
+        continues: the id of a stored answer whose conversation comes before the input.
+        n_instructions: how many of the request's first messages come before that conversation.
+        input: as it came, of a call that is stored.
     """
 
     requests: tuple[dict[str, Any], ...]
     model: str
     is_streamed: bool = False
     kept: Mapping[str, Any] = field(default_factory=dict)
+    is_stored: bool = False
+    is_background: bool = False
+    continues: str | None = None
+    n_instructions: int = 0
+    input: Any = None
 
     @property
     def request(self) -> dict[str, Any]:
@@ -51,7 +61,7 @@ class EventWriter(Protocol):
     """What is sent while nothing comes."""
 
     def begin(self) -> Iterable[bytes]:
-        """The events before all others; called once, with the first delta, keep-alive or end."""
+        """The events before all others; called once, and read with the first delta, keep-alive or end."""
         ...
 
     def more(self, delta: Delta) -> Iterable[bytes]:

@@ -5,8 +5,9 @@ from typing import Final
 
 from stoker.api.chat import CHAT, TEXT
 from stoker.api.endpoint import Endpoint
+from stoker.api.responses import RESPONSES
 
-ENDPOINTS: Final[Mapping[str, Endpoint]] = {endpoint.url: endpoint for endpoint in (CHAT, TEXT)}
+ENDPOINTS: Final[Mapping[str, Endpoint]] = {endpoint.url: endpoint for endpoint in (CHAT, TEXT, RESPONSES)}
 
-BATCH_URLS: Final = (CHAT.url, TEXT.url)
+BATCH_URLS: Final = (CHAT.url, TEXT.url, RESPONSES.url)
 """Those of a batch's lines."""

@@ -92,3 +92,23 @@ def limit(name: str) -> dict[str, Rule]:
             raise FieldRefused(name, "differs from the other limit", "invalid_value")
 
     return {name: apply}
+
+
+def default_limit(fields: dict[str, Any], options: BodyOptions, max_tokens: int) -> None:
+    """Limit an answer whose body has no limit."""
+    fields.setdefault("max_tokens", options.max_tokens or max_tokens)
+
+
+def template_kwargs(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
+    """The rule of `chat_template_kwargs`, which win over those that follow from other fields."""
+    known = fields.get("chat_template_kwargs", {})
+    fields["chat_template_kwargs"] = {**known, **value} if isinstance(value, dict) else value
+
+
+def reasoning_effort(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
+    """The rule of an effort of thinking: the template gets it. ``none`` sets nothing."""
+    if not isinstance(value, str):
+        raise FieldRefused("reasoning_effort", "is not a string", "invalid_value")
+    known = fields.get("chat_template_kwargs", {})
+    if value != "none" and isinstance(known, dict):
+        fields["chat_template_kwargs"] = {"reasoning_effort": value, **known}

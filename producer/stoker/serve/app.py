@@ -17,8 +17,9 @@ from starlette.routing import Route
 
 from stoker.api.endpoints import ENDPOINTS
 from stoker.api.failure import Failure
+from stoker.api.responses import RESPONSES
 from stoker.connection import open_connection
-from stoker.serve import batches, files
+from stoker.serve import batches, files, stored_responses
 from stoker.serve.backend import Backend
 from stoker.serve.batch_runner import BatchRunner
 from stoker.serve.connections import LoopErrors
@@ -27,9 +28,11 @@ from stoker.serve.guard import FILES_PATH, HEALTH_PATH, Guard
 from stoker.serve.responses import CLIENT_IS_GONE, Json, failed, on_error
 from stoker.serve.settings import ServeSettings
 from stoker.serve.store import BatchStore, FileStore
+from stoker.serve.stored_responses import Background
 from stoker_shared.errors import RedisUnavailable, StokerError
 
 _BATCHES_PATH = "/v1/batches"
+_RESPONSES_PATH = RESPONSES.url
 
 
 def build_app(redis_url: str, settings: ServeSettings) -> Starlette:
@@ -58,11 +61,14 @@ def build_app(redis_url: str, settings: ServeSettings) -> Starlette:
         lifespan=_lifespan,
     )
     app.state.backend = Backend(redis_url, settings)
-    app.state.runner = None
+    app.state.runner = app.state.background = None
     if settings.batch_store is not None:
         app.state.files = FileStore(settings.batch_store)
         app.state.batches = BatchStore(settings.batch_store)
         stores = (app.state.batches, app.state.files)
+        responses = settings.response_store()
+        assert responses is not None
+        app.state.background = Background(app.state.backend, responses)
         app.state.runner = BatchRunner(open_connection(redis_url), *stores, settings)
     return app
 
@@ -78,6 +84,10 @@ def _store_routes() -> list[Route]:
         Route(_BATCHES_PATH, batches.list_batches, methods=["GET"]),
         Route(f"{_BATCHES_PATH}/{{batch_id}}", batches.retrieve, methods=["GET"]),
         Route(f"{_BATCHES_PATH}/{{batch_id}}/cancel", batches.cancel, methods=["POST"]),
+        Route(f"{_RESPONSES_PATH}/{{response_id}}", stored_responses.retrieve, methods=["GET"]),
+        Route(f"{_RESPONSES_PATH}/{{response_id}}", stored_responses.delete, methods=["DELETE"]),
+        Route(f"{_RESPONSES_PATH}/{{response_id}}/cancel", stored_responses.cancel, methods=["POST"]),
+        Route(f"{_RESPONSES_PATH}/{{response_id}}/input_items", stored_responses.list_input, methods=["GET"]),
     ]
 
 
@@ -87,11 +97,16 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     runner: BatchRunner | None = app.state.runner
     if runner is not None:
         runner.start()
+    background: Background | None = app.state.background
+    if background is not None:
+        await background.start()
     try:
         yield
     finally:
         if runner is not None:
             runner.stop()
+        if background is not None:
+            await background.aclose()
         await app.state.backend.aclose()
 
 

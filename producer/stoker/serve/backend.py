@@ -67,6 +67,10 @@ class Backend:
         await self.run(enqueue(jobs[0].queue, list(jobs), at_front=False, ids_are_new=ids_are_new))
         return [AsyncTicket(self._shared, job.job_id, queue_if_new=job.queue if ids_are_new else None) for job in jobs]
 
+    def ticket(self, job_id: str) -> AsyncTicket:
+        """A job that was enqueued before."""
+        return AsyncTicket(self._shared, job_id)
+
     async def require_worker(self) -> None:
         """
         Raises:

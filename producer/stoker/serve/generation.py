@@ -7,10 +7,12 @@ client can come back for the answer with the same key.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, suppress
+from itertools import chain
 from typing import Any, Final, Self
 
+from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -18,31 +20,38 @@ from starlette.types import Receive, Scope, Send
 from stoker.api.deltas import Deltas
 from stoker.api.endpoint import ApiCall, Endpoint, EventWriter
 from stoker.api.endpoints import ENDPOINTS
+from stoker.api.responses import response_id
 from stoker.serve.backend import Backend
 from stoker.serve.intake import CallHead, CallJobs
 from stoker.serve.responses import CLIENT_IS_GONE, REQUEST_ID, Json, described, failed, received, until_hung_up
+from stoker.serve.store import ResponseStore
 from stoker.tickets import AsyncTicket
 from stoker_shared.errors import StokerError
 from stoker_shared.result import GenerationResult
 
 
-class Call:
+class RunningCall:
     """One HTTP call and its jobs, from the body to the end of all.
 
     Attributes:
         tickets: the jobs; one for each prompt.
+        created_s: when the jobs were enqueued, in Unix seconds.
     """
 
-    def __init__(self, backend: Backend, owner: str, place: str) -> None:
+    def __init__(self, app: State, call: ApiCall, endpoint: Endpoint, owner: str, place: str) -> None:
         self.tickets: list[AsyncTicket] = []
-        self._backend = backend
+        self.created_s = int(time.time())
+        self.call = call
+        self.endpoint = endpoint
+        self._backend: Backend = app.backend
+        self._store: ResponseStore | None = app.background.store if call.is_stored else None
         self._owner = owner
         self._place = place
         self._must_cancel = False
         self._has_left = False
 
     @classmethod
-    async def begin(cls, backend: Backend, owner: str, made: CallJobs) -> Self:
+    async def begin(cls, app: State, endpoint: Endpoint, owner: str, made: CallJobs) -> Self:
         """Enqueue the jobs.
 
         Raises:
@@ -50,24 +59,35 @@ class Call:
             DuplicateJob: the key names another job.
             RedisUnavailable: no server answers.
         """
+        backend: Backend = app.backend
         await backend.require_worker()
-        call = cls(backend, owner, await backend.take_place(owner))
+        running = cls(app, made.call, endpoint, owner, await backend.take_place(owner))
         try:
-            call.tickets = await backend.enqueue(made.jobs, ids_are_new=not made.is_keyed)
+            running.tickets = await backend.enqueue(made.jobs, ids_are_new=not made.is_keyed)
         except BaseException:
-            await call._leave()
+            await running._leave()
             raise
-        call._must_cancel = not made.is_keyed
-        return call
+        running._must_cancel = not made.is_keyed and not made.call.is_background
+        return running
+
+    @property
+    def job_id(self) -> str:
+        """The first one."""
+        return self.tickets[0].job_id
 
     async def results(self) -> list[GenerationResult]:
-        """
+        """The answer is stored then, if it is to be.
+
         Raises:
             JobError: a job did not finish, or not in time.
+            OSError: the answer could not be stored.
         """
         timeout_s = self._backend.settings.timeout_s
         results = await asyncio.gather(*(ticket.result(timeout_s) for ticket in self.tickets))
         self._must_cancel = False
+        if self._store is not None and not self.call.is_background:
+            answer = self.endpoint.answer(results, self.created_s, self.call.kept)
+            await asyncio.to_thread(self._store.set_answer, response_id(self.job_id), answer)
         return results
 
     async def end(self) -> None:
@@ -75,9 +95,12 @@ class Call:
         await asyncio.shield(asyncio.ensure_future(self._end()))
 
     async def _end(self) -> None:
-        for ticket in self.tickets if self._must_cancel else ():
-            with suppress(StokerError):
-                await ticket.cancel()
+        if self._must_cancel:
+            for ticket in self.tickets:
+                with suppress(StokerError):
+                    await ticket.cancel()
+            if self._store is not None:
+                await asyncio.to_thread(self._store.remove, response_id(self.job_id))
         await self._leave()
 
     async def _leave(self) -> None:
@@ -97,24 +120,25 @@ class EventStream(Response):
     other. If the first event takes long, the stream begins without it; a later error is then an event.
 
     Args:
-        events: of the writer; an exception becomes a response, or the last events.
-        on_end: called once, however the stream ends.
+        running: ended once, however the stream ends.
+        begin: the writer's first events, for the case that nothing else comes for long.
+        events: the others; an exception becomes a response, or the last events.
     """
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        running: RunningCall,
         writer: EventWriter,
+        begin: Iterator[bytes],
         events: AsyncGenerator[bytes],
         headers: Mapping[str, str],
-        on_end: Callable[[], Awaitable[None]],
     ) -> None:
         super().__init__(headers={**headers, "cache-control": "no-cache"}, media_type="text/event-stream")
         del self.headers["content-length"]
-        self._endpoint = endpoint
+        self._running = running
         self._writer = writer
+        self._begin = begin
         self._events = events
-        self._on_end = on_end
         self._has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -123,7 +147,7 @@ class EventStream(Response):
             await self._send_all(scope, receive, send, gone)
         finally:
             gone.cancel()
-            await self._on_end()
+            await self._running.end()
 
     async def _send_all(self, scope: Scope, receive: Receive, send: Send, gone: "asyncio.Future[None]") -> None:
         following = self._next()
@@ -134,7 +158,7 @@ class EventStream(Response):
                 if gone.done():
                     return
                 if not following.done():
-                    await self._send(send, self._writer.keep_alive)
+                    await self._send(send, b"".join(self._begin) + self._writer.keep_alive)
                     continue
                 if (sent := following.result()) is None:
                     return await self._send(send, b"", more=False)
@@ -144,7 +168,7 @@ class EventStream(Response):
             failure = described(error)
             if not self._has_begun:
                 headers = {name: value for name, value in self.headers.items() if name.startswith("x-")}
-                return await failed(self._endpoint, failure, headers)(scope, receive, send)
+                return await failed(self._running.endpoint, failure, headers)(scope, receive, send)
             await self._send(send, b"".join(self._writer.failed(failure)), more=False)
         finally:
             following.cancel()
@@ -161,7 +185,6 @@ class EventStream(Response):
             self._has_begun = True
             start: dict[str, Any] = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(start)
-            body = b"".join(self._writer.begin()) + body
         await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
@@ -170,34 +193,38 @@ async def generate(request: Request) -> Response:
     Raises:
         Failure, StokerError: the call is refused; nothing was enqueued.
     """
-    backend: Backend = request.app.state.backend
-    endpoint, owner = ENDPOINTS[request.url.path], request.state.owner
+    app, owner = request.app.state, request.state.owner
+    endpoint = ENDPOINTS[request.url.path]
     async with received(request) as body:
-        made = await backend.intake.call_jobs(body, CallHead.of(endpoint.url, request.headers, owner))
-    running = await Call.begin(backend, owner, made)
-    call, has_one_text = made.call, made.has_one_text
+        made = await app.backend.intake.call_jobs(body, CallHead.of(endpoint.url, request.headers, owner))
+    running = await RunningCall.begin(app, endpoint, owner, made)
+    has_one_text = made.has_one_text
     del made  # with the prompts, which are in Redis now
-    job_id = running.tickets[0].job_id
-    headers = {REQUEST_ID: job_id}
-    if not call.is_streamed:
-        return await _answer(request, running, endpoint, call, headers)
-    writer = endpoint.events(job_id, call, int(time.time()))
-    events = _events(backend, running, writer, Deltas(is_raw=endpoint.is_raw), is_live=has_one_text)
-    return EventStream(endpoint, writer, events, headers, running.end)
+    headers = {REQUEST_ID: running.job_id}
+    if running.call.is_background:
+        waiting = await app.background.begun(owner, response_id(running.job_id))
+        if not running.call.is_streamed:
+            await running.end()
+            return Json(waiting, headers=headers)
+    if not running.call.is_streamed:
+        return await _answer(request, running, headers)
+    writer = endpoint.events(running.job_id, running.call, running.created_s)
+    begin, deltas = iter(writer.begin()), Deltas(is_raw=endpoint.is_raw)
+    events = _events(app.backend, running, writer, begin, deltas, is_live=has_one_text)
+    return EventStream(running, writer, begin, events, headers)
 
 
-async def _answer(
-    request: Request, running: Call, endpoint: Endpoint, call: ApiCall, headers: Mapping[str, str]
-) -> Response:
+async def _answer(request: Request, running: RunningCall, headers: Mapping[str, str]) -> Response:
     ending = asyncio.ensure_future(running.results())
     gone = asyncio.ensure_future(until_hung_up(request.receive))
     try:
         await asyncio.wait({ending, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not ending.done():
             return Response(status_code=CLIENT_IS_GONE)
-        return Json(endpoint.answer(ending.result(), int(time.time()), call.kept), headers=dict(headers))
+        body = running.endpoint.answer(ending.result(), int(time.time()), running.call.kept)
+        return Json(body, headers=dict(headers))
     except Exception as error:
-        return failed(endpoint, described(error), headers)
+        return failed(running.endpoint, described(error), headers)
     finally:
         ending.cancel()
         gone.cancel()
@@ -205,7 +232,13 @@ async def _answer(
 
 
 async def _events(
-    backend: Backend, running: Call, writer: EventWriter, deltas: Deltas, *, is_live: bool
+    backend: Backend,
+    running: RunningCall,
+    writer: EventWriter,
+    begin: Iterator[bytes],
+    deltas: Deltas,
+    *,
+    is_live: bool,
 ) -> AsyncGenerator[bytes]:
     """
     Args:
@@ -216,7 +249,7 @@ async def _events(
         async with backend.live, aclosing(ticket.stream(backend.settings.timeout_s)) as parts:
             async for part in parts:
                 for delta in deltas.add(part):
-                    for sent in writer.more(delta):
+                    for sent in chain(begin, writer.more(delta)):
                         yield sent
-    for sent in writer.end(await running.results(), deltas):
+    for sent in chain(begin, writer.end(await running.results(), deltas)):
         yield sent

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -19,11 +20,12 @@ from starlette.datastructures import Headers
 
 from stoker.api.endpoint import ApiCall
 from stoker.api.endpoints import ENDPOINTS
-from stoker.api.failure import Failure, of_exception
-from stoker.api.fields import BodyOptions
+from stoker.api.failure import Failure, FieldRefused, of_exception
+from stoker.api.responses import messages_of, response_id
 from stoker.new_job import JobOptions, NewJob, require_job_id
 from stoker.serve.responses import json_object
 from stoker.serve.settings import ANYBODY, ServeSettings
+from stoker.serve.store import ResponseStore, StoredResponse
 from stoker_shared.errors import RequestError
 from stoker_shared.request import build_request
 
@@ -32,6 +34,9 @@ CONTEXT_HEADER: Final = "x-stoker-context"
 KEY_HEADER: Final = "idempotency-key"
 _KEPT_S: Final = 3600
 """How long the job stays in Redis after its end, in seconds."""
+
+_BACKGROUND_S: Final = 86_400
+"""How long a job may run that nobody waits for, in seconds."""
 
 _SMALL_BYTES: Final = 256 * 2**10
 """Up to this size, the parser runs for some milliseconds."""
@@ -76,7 +81,7 @@ class CallJobs:
     has_one_text: bool
 
 
-def call_jobs(raw: list[bytes], head: CallHead, options: BodyOptions, queue: str, timeout_s: int) -> CallJobs:
+def call_jobs(raw: list[bytes], head: CallHead, settings: ServeSettings) -> CallJobs:
     """
     Args:
         raw: the body; it is taken out, so that no caller keeps it in memory.
@@ -84,27 +89,60 @@ def call_jobs(raw: list[bytes], head: CallHead, options: BodyOptions, queue: str
     Raises:
         Failure: the call is refused.
     """
-    kept = JobOptions(job_timeout_s=timeout_s, ttl_s=timeout_s + _KEPT_S, result_ttl_s=_KEPT_S, failure_ttl_s=_KEPT_S)
+    store = settings.response_store()
     try:
-        call = ENDPOINTS[head.url].read(json_object(raw.pop()), options)
+        call = ENDPOINTS[head.url].read(json_object(raw.pop()), settings.body_options)
+        timeout_s = _BACKGROUND_S if call.is_background else settings.timeout_s
+        kept = JobOptions(
+            job_timeout_s=timeout_s, ttl_s=timeout_s + _KEPT_S, result_ttl_s=_KEPT_S, failure_ttl_s=_KEPT_S
+        )
+        if call.continues is not None:
+            _continue(call, head.owner, store)
         if head.key is not None:
             require_job_id("Idempotency-Key", head.key)
         requests = [build_request({**fields, **head.fields}) for fields in call.requests]
         ids = [head.key and (f"{head.key}-{n}" if n else head.key) for n in range(len(requests))]
-        jobs = tuple(NewJob(request, kept, queue, job_id) for request, job_id in zip(requests, ids, strict=True))
+        jobs = tuple(
+            NewJob(request, kept, settings.queue, job_id) for request, job_id in zip(requests, ids, strict=True)
+        )
     except RequestError as error:
         raise of_exception(error) from None
+    if store is None and call.is_background:
+        raise Failure(400, "'background' needs a store (--batch-store)", code="invalid_value", param="background")
+    if store is not None and call.is_stored:
+        _store(store, call, head.owner, jobs[0].job_id)
     has_one_text = len(requests) == 1 and requests[0].n == 1 and not requests[0].logprobs
-    return CallJobs(jobs, head.key is not None, replace(call, requests=()), has_one_text)
+    call = replace(call, requests=(), input=None, is_stored=call.is_stored and store is not None)
+    return CallJobs(jobs, head.key is not None, call, has_one_text)
+
+
+def _continue(call: ApiCall, owner: str, store: ResponseStore | None) -> None:
+    """Put the conversation before the input."""
+    assert call.continues is not None
+    if store is None:
+        raise FieldRefused("previous_response_id", "needs a store (--batch-store)")
+    (request,) = call.requests
+    request["messages"][call.n_instructions : call.n_instructions] = messages_of(
+        store.conversation(owner, call.continues)
+    )
+
+
+def _store(store: ResponseStore, call: ApiCall, owner: str, job_id: str) -> None:
+    now, kept = int(time.time()), dict(call.kept)
+    of = response_id(job_id)
+    response = StoredResponse(of, owner, now, job_id, call.continues, call.is_background, call.input, kept)
+    try:
+        store.add(response)
+    except OSError as error:
+        message = f"the response cannot be stored: {error.strerror}"
+        raise Failure(503, message, kind="server_error", code="no_space", retryable=True) from None
 
 
 class Intake:
     """For one event loop."""
 
     def __init__(self, settings: ServeSettings) -> None:
-        self._call_jobs = partial(
-            call_jobs, options=settings.body_options, queue=settings.queue, timeout_s=settings.timeout_s
-        )
+        self._call_jobs = partial(call_jobs, settings=replace(settings, tokens=None))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="intake")
         self._process: ProcessPoolExecutor | None = None
         self._one_large = asyncio.Lock()

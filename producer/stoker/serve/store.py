@@ -1,10 +1,10 @@
-"""The batch store: files (uploads, and the answers of batches), and batches (what was asked for, and how far it is).
-Blocking; no Redis, no HTTP.
+"""The store of `stoker serve`: files (uploads, and the answers of batches), batches (what was asked for, and how far it
+is), and responses (the input and the answer of calls that later calls continue). Blocking; no Redis, no HTTP.
 
 ``files/ID/`` has ``content`` and ``file.json``. ``batches/ID/`` has ``batch.json``, ``state.json`` (written by the one
 process that runs the batch), ``cancel`` (made when it is to be canceled) and ``answers.jsonl``, whose lock decides who
-runs it. A folder appears whole or not at all; its content, ``file.json`` and ``batch.json`` never change. A caller sees
-only the folders of its own token's name.
+runs it. ``responses/ID/`` has ``response.json`` and, once there is one, ``answer.json``. A folder appears whole or not
+at all; its content, and the page named after it, never change. A caller sees only the folders of its own token's name.
 """
 
 import hashlib
@@ -39,10 +39,15 @@ class Owned(Protocol):
 OwnedT = TypeVar("OwnedT", bound=Owned)
 
 
+Kind = Literal["file", "batch", "response"]
+
+
 class OwnedFolders(Generic[OwnedT]):
     """Any thread, any number of processes."""
 
-    def __init__(self, folder: Path, kind: Literal["file", "batch"], of_page: type[OwnedT], id_form: re.Pattern[str]):
+    def __init__(
+        self, folder: Path, kind: Literal["file", "batch", "response"], of_page: type[OwnedT], id_form: re.Pattern[str]
+    ):
         """
         Args:
             of_page: made of the page's fields.
@@ -52,7 +57,7 @@ class OwnedFolders(Generic[OwnedT]):
             OSError: the folder cannot be made.
         """
         self.folder = folder
-        self._kind: Literal["file", "batch"] = kind
+        self._kind: Kind = kind
         self._of_page = of_page
         self._id_form = id_form
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -277,3 +282,108 @@ class BatchStore(OwnedFolders[StoredBatch]):
             batch is not None and batch.input_file_id == file_id and not self.state(batch.id).has_ended
             for batch in batches
         )
+
+
+_RESPONSE_ID: Final = re.compile("resp_[A-Za-z0-9_-]{1,200}")
+_ANSWER: Final = "answer.json"
+MOST_RESPONSES: Final = 10_000
+_MOST_TURNS: Final = 10_000
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    """A call whose answer later calls may continue.
+
+    Attributes:
+        owner: the name of the token that made it; others do not see it.
+        created_at: Unix seconds.
+        job_id: of the job that makes the answer.
+        continues: the id of the response before it.
+        is_background: its job goes on when its client hangs up.
+        input: items in OpenAI's form.
+        kept: what the answer repeats of the body.
+    """
+
+    id: str
+    owner: str
+    created_at: int
+    job_id: str
+    continues: str | None
+    is_background: bool
+    input: list[dict[str, Any]]
+    kept: dict[str, Any]
+
+
+class ResponseStore(OwnedFolders[StoredResponse]):
+    """Any thread, any number of processes."""
+
+    def __init__(self, folder: Path, *, keep_s: float, most: int = MOST_RESPONSES) -> None:
+        """
+        Args:
+            keep_s: how long responses are kept, in seconds.
+            most: of more than so many, the oldest are removed.
+
+        Raises:
+            OSError: the folder cannot be made.
+        """
+        super().__init__(folder / "responses", "response", StoredResponse, _RESPONSE_ID)
+        self._keep_s = keep_s
+        self._most = most
+
+    def add(self, response: StoredResponse) -> None:
+        """
+        Raises:
+            OSError: it could not be written; there is no such response then.
+        """
+        if self.read(response.id) is None:  # else it is the same call again, with its key
+            with self.new(response.id) as draft:
+                self.write_page(draft, response)
+
+    def set_answer(self, response_id: str, answer: dict[str, Any]) -> None:
+        """Raises `OSError`: there is no answer, or the response was removed."""
+        replace_file(self.folder / response_id / _ANSWER, json.dumps(answer).encode())
+
+    def answer(self, response_id: str) -> dict[str, Any] | None:
+        """The answer; ``None`` while there is none."""
+        try:
+            found: dict[str, Any] = json.loads((self.folder / response_id / _ANSWER).read_bytes())
+        except FileNotFoundError:
+            return None
+        return found
+
+    def remove(self, response_id: str) -> None:
+        shutil.rmtree(self.folder / response_id, ignore_errors=True)
+
+    def conversation(self, owner: str, response_id: str) -> list[dict[str, Any]]:
+        """All items up to the end of a response's answer, the oldest first.
+
+        Raises:
+            Failure: the response, or one before it, is not there or has no answer.
+        """
+        turns: list[list[dict[str, Any]]] = []
+        following: str | None = response_id
+        while following is not None and len(turns) < _MOST_TURNS:
+            try:
+                stored = self.get(owner, following)
+            except Failure as failure:
+                failure.error["code"], failure.error["param"] = "previous_response_not_found", "previous_response_id"
+                raise
+            answer = self.answer(following)
+            if answer is None or not answer["output"]:
+                message = f"the response {following!r} has no answer to continue"
+                raise Failure(400, message, code="invalid_value", param="previous_response_id")
+            turns.append([*stored.input, *answer["output"]])
+            following = stored.continues
+        return [item for turn in reversed(turns) for item in turn]
+
+    def unanswered(self) -> list[StoredResponse]:
+        """Those in the background without an answer, whoever they belong to."""
+        found = (self.read(response_id) for response_id in self.ids() if self.answer(response_id) is None)
+        return [response for response in found if response is not None and response.is_background]
+
+    def sweep(self) -> None:
+        """Remove those that are older than they are kept, and the oldest of too many."""
+        made = sorted((path.stat().st_mtime, path.name) for path in map(self.folder.joinpath, self.ids()))
+        too_old = sum(at < time.time() - self._keep_s for at, _ in made)
+        for _, response_id in made[: max(too_old, len(made) - self._most)]:
+            self.remove(response_id)

@@ -126,7 +126,9 @@ async def two_streams_and_one_place():
 
     async def all_events():
         chunks = Chunks("j", "m", 0, is_raw=False, with_usage=False)
-        return [event async for event in _events(backend, call, chunks, Deltas(is_raw=False), is_live=True)]
+        return [
+            event async for event in _events(backend, call, chunks, chunks.begin(), Deltas(is_raw=False), is_live=True)
+        ]
 
     streams = [asyncio.ensure_future(all_events()) for _ in range(2)]
     ended, waiting = await asyncio.wait(streams, timeout=5, return_when=asyncio.FIRST_COMPLETED)

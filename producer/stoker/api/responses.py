@@ -1,0 +1,527 @@
+"""OpenAI's Responses: fields, items, answers and events. Pure.
+
+An item of the input becomes a chat message or a part of one: thinking and calls belong to the assistant's message
+beside them. Tools that a server would have to run itself are left out.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from stoker.api.deltas import Delta, Deltas
+from stoker.api.endpoint import KEEP_ALIVE, ApiCall, event, take_stream
+from stoker.api.failure import Failure, FieldRefused
+from stoker.api.fields import (
+    BodyOptions,
+    Rule,
+    apply_rules,
+    copied,
+    default_limit,
+    ignored,
+    limit,
+    model_rule,
+    only,
+    reasoning_effort,
+    template_kwargs,
+)
+from stoker_shared.result import Choice, GenerationResult, Logprobs, ToolCall
+
+URL: Final = "/v1/responses"
+ID_PREFIX: Final = "resp_"
+
+_TEMPERATURE: Final = 1.0
+_MAX_TOKENS: Final = 4096
+_LOGPROBS: Final = "message.output_text.logprobs"
+_TEXT_PARTS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+_HOSTED: Final = frozenset(
+    {
+        *("web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call", "computer_call"),
+        *("computer_call_output", "mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
+        *("item_reference", "compaction"),
+    }
+)
+"""Items of tools that a server runs itself, and references to them."""
+
+
+def response_id(job_id: str) -> str:
+    return f"{ID_PREFIX}{job_id}"
+
+
+# --- the input ---
+
+
+def messages_of(items: Any) -> list[dict[str, Any]]:
+    """Chat messages of a response's input.
+
+    Raises:
+        FieldRefused: an item is not one of text or function calls.
+    """
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    if not isinstance(items, list):
+        raise FieldRefused("input", "must be a text or a list of items", "invalid_value")
+    messages: list[dict[str, Any]] = []
+    for number, item in enumerate(items):
+        where = f"input[{number}]"
+        if not isinstance(item, dict):
+            raise FieldRefused(where, "is not an object", "invalid_value")
+        _add_item(messages, item, where)
+    return messages
+
+
+def items_of(value: Any) -> list[dict[str, Any]]:
+    """The input as a list of items."""
+    return [{"type": "message", "role": "user", "content": value}] if isinstance(value, str) else list(value)
+
+
+def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
+    kind = item.get("type", "message")
+    if not isinstance(kind, str):
+        raise FieldRefused(f"{where}.type", "is not a string", "invalid_value")
+    if kind == "message":
+        text = _text_of(item.get("content"), f"{where}.content")
+        if item.get("role") == "assistant":
+            _own_message(messages, "content")["content"] = text
+        else:
+            messages.append({"role": item.get("role"), "content": text})
+    elif kind == "reasoning":
+        if text := _thought(item.get("content")) or _thought(item.get("summary")):
+            _own_message(messages, "reasoning_content")["reasoning_content"] = text
+    elif kind in ("function_call", "custom_tool_call"):
+        call = {"id": item.get("call_id"), "type": "function", "function": _called(item, kind)}
+        _own_message(messages, None).setdefault("tool_calls", []).append(call)
+    elif kind in ("function_call_output", "custom_tool_call_output"):
+        text = _text_of(item.get("output"), f"{where}.output")
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+    else:
+        why = "are of tools that this server does not run" if kind in _HOSTED else "are not known"
+        raise FieldRefused(where, f"has the type {kind[:64]!r}: such items {why}")
+
+
+def _thought(parts: Any) -> str:
+    texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    return "\n".join(text for text in texts if isinstance(text, str))
+
+
+def _called(item: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    name = "arguments" if kind == "function_call" else "input"
+    return {"name": item.get("name"), "arguments": item.get(name)}
+
+
+def _own_message(messages: list[dict[str, Any]], part: str | None) -> dict[str, Any]:
+    """The assistant's message that the next part belongs to; a new one, if the last one has that part or what comes
+    after it."""
+    last = messages[-1] if messages else {}
+    behind = {"reasoning_content": {"reasoning_content", "content", "tool_calls"}, "content": {"content", "tool_calls"}}
+    if last.get("role") != "assistant" or any(last.get(name) is not None for name in behind.get(part or "", ())):
+        last = {"role": "assistant", "content": None}
+        messages.append(last)
+    return last
+
+
+def _text_of(content: Any, where: str) -> str:
+    """
+    Raises:
+        FieldRefused: it has something other than text.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise FieldRefused(where, "must be a text or a list of parts", "invalid_value")
+    texts = []
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get(_TEXT_PARTS[kind]) if isinstance(kind, str) and kind in _TEXT_PARTS else None
+        if not isinstance(text, str):
+            raise FieldRefused(f"{where}[{number}]", f"has the type {str(kind)[:64]!r}: only text is served")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+# --- the fields ---
+
+
+def _input(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
+    fields["messages"] = [*fields.get("messages", ()), *messages_of(value)]
+
+
+def _instructions(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
+    if not isinstance(value, str):
+        raise FieldRefused("instructions", "is not a string", "invalid_value")
+    if value:
+        fields["messages"] = [{"role": "system", "content": value}, *fields.get("messages", ())]
+
+
+def _tools(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise FieldRefused("tools", "is not a list of objects", "invalid_value")
+    functions = [tool for tool in value if tool.get("type") == "function"]
+    names = ("name", "description", "parameters", "strict")
+    fields["tools"] = [
+        {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+        for tool in functions
+    ]
+
+
+def _tool_choice(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
+    if isinstance(value, dict):
+        if value.get("type") == "allowed_tools":
+            fields["allowed_tools"], value = value.get("tools"), value.get("mode")
+        elif value.get("type") == "function":
+            value = {"type": "function", "function": {"name": value.get("name")}}
+        else:
+            raise FieldRefused("tool_choice", "names a tool that this server does not run")
+    fields["tool_choice"] = value
+
+
+def _text(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
+    if not isinstance(value, dict) or set(value) - {"format", "verbosity"}:
+        raise FieldRefused("text", "must be an object with 'format' and 'verbosity'", "invalid_value")
+    form = value.get("format")
+    if form is None or form == {"type": "text"}:
+        return
+    if isinstance(form, dict) and form.get("type") == "json_schema":
+        form = {"type": "json_schema", "json_schema": {name: form[name] for name in form if name != "type"}}
+    fields["response_format"] = form
+
+
+def _reasoning(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
+    if not isinstance(value, dict):
+        raise FieldRefused("reasoning", "is not an object", "invalid_value")
+    if value.get("effort") is not None:
+        reasoning_effort(fields, value["effort"], options)
+
+
+def _include(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
+    if not isinstance(value, list):
+        raise FieldRefused("include", "is not a list", "invalid_value")
+    if _LOGPROBS in value:
+        fields["logprobs"] = True
+
+
+def _top_logprobs(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
+    if value:
+        fields["logprobs"], fields["top_logprobs"] = True, value
+
+
+RULES: Final[Mapping[str, Rule]] = {
+    "model": model_rule,
+    "input": _input,
+    "instructions": _instructions,
+    "tools": _tools,
+    "tool_choice": _tool_choice,
+    "text": _text,
+    "reasoning": _reasoning,
+    "include": _include,
+    "top_logprobs": _top_logprobs,
+    **limit("max_output_tokens"),
+    **copied("temperature", "top_p"),
+    **only("parallel_tool_calls", True),
+    **ignored("metadata", "user", "safety_identifier", "service_tier", "client_metadata", "access_programs"),
+    **ignored("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "background_options"),
+    **only("truncation", "disabled"),
+    **only("context_management", []),
+    **only("conversation"),
+    **only("image"),
+    **only("max_tool_calls"),
+    **only("moderation"),
+    **only("prompt"),
+    # Not OpenAI's:
+    "chat_template_kwargs": template_kwargs,
+    **copied("cache", "cache_salt", "guide", "max_reasoning_tokens", "min_p", "seed", "stop"),
+    **copied("task", "top_k", "repetition_penalty"),
+}
+"""Besides these: `stream`, `stream_options`, `store`, `background` and `previous_response_id`."""
+
+
+class Responses:
+    """Implements `Endpoint`."""
+
+    url = URL
+    is_raw = False
+
+    def read(self, body: dict[str, Any], options: BodyOptions) -> ApiCall:
+        is_streamed = take_stream(body)
+        body.pop("stream_options", None)
+        store, background = (_flag(body, name, default) for name, default in (("store", True), ("background", False)))
+        if background and not store:
+            raise FieldRefused("background", "needs 'store'", "invalid_value")
+        previous = body.pop("previous_response_id", None)
+        if previous is not None and not isinstance(previous, str):
+            raise FieldRefused("previous_response_id", "is not a string", "invalid_value")
+        if body.get("input") is None:
+            raise FieldRefused("input", "is missing", "missing_required_parameter")
+        fields: dict[str, Any] = {"temperature": _TEMPERATURE}
+        apply_rules(RULES, URL, body, fields, options)
+        _require_tools(fields)
+        default_limit(fields, options, _MAX_TOKENS)
+        return ApiCall(
+            (fields,),
+            str(body.get("model")),
+            is_streamed,
+            _echo(body, fields, previous),
+            is_stored=store,
+            is_background=background,
+            continues=previous,
+            n_instructions=bool(body.get("instructions")),
+            input=items_of(body["input"]) if store else None,
+        )
+
+    def answer(self, results: Sequence[GenerationResult], created_s: int, kept: Mapping[str, Any]) -> dict[str, Any]:
+        (result,) = results
+        is_cut = result.finish_reason == "length"
+        return {
+            **frame(response_id(result.job_id), created_s, kept, "incomplete" if is_cut else "completed"),
+            "model": result.model,
+            "completed_at": created_s,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": list(_output(result.job_id, result)),
+            "usage": _usage(result),
+        }
+
+    def events(self, job_id: str, call: ApiCall, created_s: int) -> "ResponseEvents":
+        return ResponseEvents(job_id, call, created_s)
+
+    def failure(self, failure: Failure) -> dict[str, Any]:
+        return failure.body
+
+
+RESPONSES: Final = Responses()
+
+
+def _flag(body: dict[str, Any], name: str, default: bool) -> bool:
+    value = body.pop(name, None)
+    if value is not None and not isinstance(value, bool):
+        raise FieldRefused(name, "is not true or false", "invalid_value")
+    return default if value is None else value
+
+
+def _require_tools(fields: dict[str, Any]) -> None:
+    """Keep the allowed tools only, and drop a choice among none."""
+    allowed = fields.pop("allowed_tools", None)
+    if isinstance(allowed, list):
+        names = {tool.get("name") for tool in allowed if isinstance(tool, dict)}
+        fields["tools"] = [tool for tool in fields.get("tools", ()) if tool["function"].get("name") in names]
+    if not fields.get("tools"):
+        fields.pop("tools", None)
+        if fields.get("tool_choice") in ("auto", "none"):
+            del fields["tool_choice"]
+
+
+def _echo(body: Mapping[str, Any], fields: Mapping[str, Any], previous: str | None) -> dict[str, Any]:
+    """The parts of the request that its response repeats."""
+    tools = [
+        {"parameters": None, "strict": None, "type": "function", **tool["function"]} for tool in fields.get("tools", ())
+    ]
+    text = body.get("text") or {}
+    return {
+        "model": str(body.get("model")),
+        "instructions": body.get("instructions"),
+        "max_output_tokens": body.get("max_output_tokens"),
+        "metadata": body.get("metadata") or {},
+        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
+        "previous_response_id": previous,
+        "prompt_cache_key": body.get("prompt_cache_key"),
+        "reasoning": {"effort": None, "summary": None, **(body.get("reasoning") or {})},
+        "temperature": fields["temperature"],
+        "text": {"format": text.get("format") or {"type": "text"}},
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": tools,
+        "top_logprobs": body.get("top_logprobs") or 0,
+        "top_p": body.get("top_p"),
+        "user": body.get("user"),
+    }
+
+
+# --- the answer ---
+
+
+def frame(of: str, created_s: int, kept: Mapping[str, Any], status: str) -> dict[str, Any]:
+    """A response without its output.
+
+    Args:
+        of: its id.
+        kept: of the call; empty where only the result is known.
+        status: OpenAI's word.
+    """
+    unknown = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
+    return {
+        "id": of,
+        "object": "response",
+        "created_at": created_s,
+        "status": status,
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "truncation": "disabled",
+        **(kept or unknown),
+        "output": [],
+        "usage": None,
+    }
+
+
+def failed_response(frame: Mapping[str, Any], failure: Failure) -> dict[str, Any]:
+    code = "invalid_prompt" if failure.status == 400 else "server_error"
+    return {**frame, "status": "failed", "error": {"code": code, "message": str(failure)}}
+
+
+def _output(job_id: str, choice: Choice) -> Iterator[dict[str, Any]]:
+    """The items of an answer: thinking, text, calls."""
+    calls = choice.tool_calls or []
+    if choice.reasoning is not None:
+        yield _reasoning_item(job_id, choice.reasoning)
+    if choice.content.strip() or not calls:
+        yield _message_item(job_id, choice.content, choice.logprobs, is_cut=choice.finish_reason == "length")
+    for number, call in enumerate(calls):
+        yield _call_item(job_id, number, call)
+
+
+def _reasoning_item(job_id: str, text: str) -> dict[str, Any]:
+    content = [{"type": "reasoning_text", "text": text}]
+    return {"id": f"rs_{job_id}", "type": "reasoning", "summary": [], "content": content, "status": "completed"}
+
+
+def _message_item(job_id: str, text: str, logprobs: Logprobs | None, *, is_cut: bool = False) -> dict[str, Any]:
+    status = "incomplete" if is_cut else "completed"
+    part = _text_part(text, logprobs)
+    return {"id": f"msg_{job_id}", "type": "message", "role": "assistant", "status": status, "content": [part]}
+
+
+def _text_part(text: str, logprobs: Logprobs | None = None) -> dict[str, Any]:
+    scores = [] if logprobs is None else [entry.model_dump(mode="json") for entry in logprobs.content]
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": scores}
+
+
+def _call_item(job_id: str, number: int, call: ToolCall) -> dict[str, Any]:
+    return {
+        "id": f"fc_{job_id}_{number}",
+        "type": "function_call",
+        "call_id": call.id,
+        "name": call.function.name,
+        "arguments": call.function.arguments,
+        "status": "completed",
+    }
+
+
+def _usage(result: GenerationResult) -> dict[str, Any]:
+    usage = result.usage
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+# --- the events ---
+
+
+class ResponseEvents:
+    """Implements `EventWriter`. One item of the output is open at a time."""
+
+    keep_alive = KEEP_ALIVE
+
+    def __init__(self, job_id: str, call: ApiCall, created_s: int) -> None:
+        self._job_id = job_id
+        self._frame = frame(response_id(job_id), created_s, call.kept, "in_progress")
+        self._created_s = created_s
+        self._kept = call.kept
+        self._number = 0
+        self._index = 0
+        self._open = ""
+        self._text = ""
+
+    def begin(self) -> Iterator[bytes]:
+        for name in ("created", "in_progress"):
+            yield self._event(name, response=self._frame)
+
+    def more(self, delta: Delta) -> Iterator[bytes]:
+        if delta.call is not None:
+            yield from self._close()
+            yield from self._call(delta.number, delta.call)
+            return
+        if delta.kind != self._open:
+            yield from self._close()
+            yield from self._begin_item(delta.kind)
+        self._text += delta.text
+        scores: dict[str, Any] = {"logprobs": []} if delta.kind == "text" else {}
+        yield self._event(f"{self._stem}.delta", **self._place, delta=delta.text, **scores)
+
+    def end(self, results: Sequence[GenerationResult], first: Deltas) -> Iterator[bytes]:
+        (result,) = results
+        rest = first.rest(result)
+        if not rest and not self._open and not self._index:
+            rest = [Delta("text")]
+        for delta in rest:
+            yield from self.more(delta)
+        yield from self._close(result.logprobs, is_cut=result.finish_reason == "length")
+        response = RESPONSES.answer(results, self._created_s, self._kept)
+        yield self._event(response["status"], response=response)
+
+    def failed(self, failure: Failure) -> Iterator[bytes]:
+        yield self._event("failed", response=failed_response(self._frame, failure))
+
+    @property
+    def _item_id(self) -> str:
+        return f"{'rs' if self._open == 'reasoning' else 'msg'}_{self._job_id}"
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._item_id, "output_index": self._index, "content_index": 0}
+
+    @property
+    def _stem(self) -> str:
+        return "reasoning_text" if self._open == "reasoning" else "output_text"
+
+    def _begin_item(self, kind: str) -> Iterator[bytes]:
+        self._open, self._text = kind, ""
+        if kind == "reasoning":
+            item, part = _reasoning_item(self._job_id, ""), {"type": "reasoning_text", "text": ""}
+        else:
+            item, part = _message_item(self._job_id, "", None), _text_part("")
+        added = {**item, "content": [], "status": "in_progress"}
+        yield self._event("output_item.added", output_index=self._index, item=added)
+        yield self._event("content_part.added", **self._place, part=part)
+
+    def _close(self, logprobs: Logprobs | None = None, *, is_cut: bool = False) -> Iterator[bytes]:
+        """End the item that is open."""
+        if not self._open:
+            return
+        if self._open == "reasoning":
+            item, more = _reasoning_item(self._job_id, self._text), {}
+        else:
+            item = _message_item(self._job_id, self._text, logprobs, is_cut=is_cut)
+            more = {"logprobs": item["content"][0]["logprobs"]}
+        yield self._event(f"{self._stem}.done", **self._place, text=self._text, **more)
+        yield self._event("content_part.done", **self._place, part=item["content"][0])
+        yield self._event("output_item.done", output_index=self._index, item=item)
+        self._open, self._index = "", self._index + 1
+
+    def _call(self, number: int, call: ToolCall) -> Iterator[bytes]:
+        item = _call_item(self._job_id, number, call)
+        place = {"item_id": item["id"], "output_index": self._index}
+        added = {**item, "arguments": "", "status": "in_progress"}
+        yield self._event("output_item.added", output_index=self._index, item=added)
+        yield self._event("function_call_arguments.delta", **place, delta=item["arguments"])
+        yield self._event("function_call_arguments.done", **place, name=item["name"], arguments=item["arguments"])
+        yield self._event("output_item.done", output_index=self._index, item=item)
+        self._index += 1
+
+    def _event(self, event_name: str, /, **fields: Any) -> bytes:
+        kind = f"response.{event_name}"
+        made = event({"type": kind, "sequence_number": self._number, **fields}, kind)
+        self._number += 1
+        return made
+
+
+def input_items(items: Iterable[Any]) -> list[dict[str, Any]]:
+    """The input as a list of items with ids, newest first, as the API lists them."""
+    listed = []
+    for number, item in enumerate(items):
+        kind = item.get("type", "message")
+        form = {"type": kind, **item, "id": item.get("id") or f"item_{number}"}
+        if kind == "message" and isinstance(form.get("content"), str):
+            part = "output_text" if form.get("role") == "assistant" else "input_text"
+            form["content"] = [{"type": part, "text": form["content"]}]
+        listed.append(form)
+    return listed[::-1]

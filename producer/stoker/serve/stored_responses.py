@@ -1,0 +1,172 @@
+"""The endpoints below /v1/responses/ID, and the end of responses whose client does not wait for them.
+
+Owns the tasks that wait for jobs in the background. Another process with the same store may wait for the same job: both
+write the same answer.
+"""
+
+import asyncio
+import logging
+from contextlib import suppress
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from stoker.api.failure import Failure, of_exception
+from stoker.api.responses import RESPONSES, failed_response, frame, input_items
+from stoker.serve.backend import Backend
+from stoker.serve.responses import Json, page_of
+from stoker.serve.store import ResponseStore, StoredResponse
+from stoker_shared.errors import JobCanceled, JobNotFound, RedisUnavailable, StokerError
+
+log = logging.getLogger(__name__)
+
+_AGAIN_S: Final = 5.0
+_SWEEP_S: Final = 60.0
+_WAITING: Final = frozenset({"queued", "deferred", "scheduled"})
+"""States of a job that does not run yet."""
+
+
+class Background:
+    """For one event loop.
+
+    Attributes:
+        store: blocks, so it is used in other threads.
+    """
+
+    def __init__(self, backend: Backend, store: ResponseStore) -> None:
+        self.store = store
+        self._backend = backend
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Wait for the jobs that an earlier process waited for, and remove old responses from time to time."""
+        self._begin(self._sweep())
+        for response in await asyncio.to_thread(self.store.unanswered):
+            self.wait_for(response)
+
+    async def aclose(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def begun(self, owner: str, response_id: str) -> dict[str, Any]:
+        """The response whose job was enqueued, as its client sees it now."""
+        response = await asyncio.to_thread(self.store.get, owner, response_id)
+        self.wait_for(response)
+        return _frame_of(response, "queued")
+
+    def wait_for(self, response: StoredResponse) -> None:
+        """Store the answer once there is one."""
+        self._begin(self._wait(response))
+
+    def _begin(self, coroutine: Any) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _wait(self, response: StoredResponse) -> None:
+        ticket = self._backend.ticket(response.job_id)
+        while True:
+            try:
+                result = await ticket.result()
+                answer = RESPONSES.answer([result], response.created_at, {**response.kept, "background": True})
+            except RedisUnavailable:
+                await asyncio.sleep(_AGAIN_S)
+                continue
+            except StokerError as error:
+                answer = _ended_badly(response, error)
+            try:
+                await asyncio.to_thread(self.store.set_answer, response.id, answer)
+            except FileNotFoundError:
+                pass  # it was deleted
+            except OSError as error:
+                log.error("the answer of %s cannot be stored, and is tried again: %s", response.id, error)
+                await asyncio.sleep(_AGAIN_S)
+                continue
+            return
+
+    async def _sweep(self) -> None:
+        while True:
+            try:
+                await asyncio.to_thread(self.store.sweep)
+            except OSError as error:
+                log.error("old responses cannot be removed: %s", error)
+            await asyncio.sleep(_SWEEP_S)
+
+
+def _ended_badly(response: StoredResponse, error: StokerError) -> dict[str, Any]:
+    if isinstance(error, JobCanceled):
+        return _frame_of(response, "cancelled")
+    return failed_response(_frame_of(response, "failed"), of_exception(error))
+
+
+def _frame_of(response: StoredResponse, status: str) -> dict[str, Any]:
+    return {**frame(response.id, response.created_at, response.kept, status), "background": response.is_background}
+
+
+async def retrieve(request: Request) -> Response:
+    """
+    Raises:
+        Failure: no such response, or it is to be streamed.
+    """
+    if request.query_params.get("stream", "false") != "false":
+        raise Failure(
+            400, "'stream' is not served here: retrieve it without", code="unsupported_parameter", param="stream"
+        )
+    return Json(await _now(request, await _response(request)))
+
+
+async def list_input(request: Request) -> Response:
+    response = await _response(request)
+    items = input_items(response.input)
+    if request.query_params.get("order") == "asc":
+        items.reverse()
+    return Json(page_of(items, request.query_params, most=100))
+
+
+async def cancel(request: Request) -> Response:
+    """
+    Raises:
+        Failure: its client waits for it: such a response is canceled by hanging up.
+    """
+    response = await _response(request)
+    if not response.is_background:
+        raise Failure(400, "only responses in the background can be canceled", code="invalid_value")
+    background = _background(request)
+    if await asyncio.to_thread(background.store.answer, response.id) is None:
+        backend: Backend = request.app.state.backend
+        with suppress(JobNotFound):
+            if await backend.ticket(response.job_id).cancel():
+                answer = _frame_of(response, "cancelled")
+                await asyncio.to_thread(background.store.set_answer, response.id, answer)
+    return Json(await _now(request, response))
+
+
+async def delete(request: Request) -> Response:
+    """A job in the background goes on; nobody gets its answer."""
+    response = await _response(request)
+    await asyncio.to_thread(_background(request).store.remove, response.id)
+    return Json({"id": response.id, "object": "response", "deleted": True})
+
+
+def _background(request: Request) -> Background:
+    background: Background = request.app.state.background
+    return background
+
+
+async def _response(request: Request) -> StoredResponse:
+    store = _background(request).store
+    return await asyncio.to_thread(store.get, request.state.owner, request.path_params["response_id"])
+
+
+async def _now(request: Request, response: StoredResponse) -> dict[str, Any]:
+    answer = await asyncio.to_thread(_background(request).store.answer, response.id)
+    if answer is not None:
+        return answer
+    backend: Backend = request.app.state.backend
+    try:
+        state = (await backend.ticket(response.job_id).status()).state
+    except JobNotFound as error:
+        return _ended_badly(response, error)
+    return _frame_of(response, "queued" if state in _WAITING else "in_progress")

@@ -1,0 +1,333 @@
+"""OpenAI's Responses through its own package: items, events, stored responses, and work in the background."""
+
+import json
+import os
+import time
+import typing
+from contextlib import suppress
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from openai.types.responses import Response
+from openai.types.responses import response_create_params as params
+from pydantic import BaseModel
+from starlette.datastructures import Headers
+from tests.producer.serve.conftest import serving_at
+
+from stoker.api.failure import Failure, FieldRefused
+from stoker.api.fields import BodyOptions
+from stoker.api.responses import RULES, URL, messages_of
+from stoker.serve.intake import CallHead, call_jobs
+from stoker.serve.settings import ANYBODY, ServeSettings, Tokens
+from stoker.serve.store import ResponseStore, StoredResponse
+from stoker_shared.answer_parts import Edge, Markers
+
+TOOL: Any = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}, "strict": False}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+SERVED = ServeSettings(body_options=BodyOptions(any_model=True))
+THINKING = Markers(first="reasoning", edges=(Edge("reasoning", "|", "normal"),))
+
+
+@pytest.fixture
+def stored(serve, tmp_path):
+    return serve(batch_store=tmp_path)
+
+
+def give(**fields):
+    return f"give {json.dumps(fields)}"
+
+
+def last_request(hand):
+    return hand.request(hand.all_jobs()[-1])
+
+
+# --- items ---
+
+
+def test_a_text_is_answered_with_one_message(client, hand):
+    answer = client.responses.create(model="m", input="say four words", instructions="Be short.")
+    assert (answer.output_text, answer.status, answer.object) == ("four words", "completed", "response")
+    assert answer.usage.input_tokens_details.cached_tokens == 4
+    assert answer.instructions == "Be short."
+    asked = last_request(hand)["messages"]
+    assert [(message["role"], message["content"]) for message in asked] == [
+        ("system", "Be short."),
+        ("user", "say four words"),
+    ]
+
+
+def test_thinking_text_and_calls_are_items_of_their_own(client):
+    thought = give(text="x", reasoning="hm", answer="I look.", tool_calls=[CALL], finish_reason="tool_calls")
+    answer = client.responses.create(model="m", input=thought, tools=[TOOL])
+    assert [item.type for item in answer.output] == ["reasoning", "message", "function_call"]
+    reasoning, message, call = answer.output
+    assert (reasoning.content[0].text, message.content[0].text) == ("hm", "I look.")
+    assert (call.call_id, call.name, call.arguments) == ("c1", "f", '{"a": 1}')
+
+
+def test_the_items_of_a_conversation_become_its_messages():
+    items = [
+        {"role": "developer", "content": "d"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "u"}]},
+        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a", "annotations": []}]},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+        {"type": "function_call", "call_id": "2", "name": "g", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "one"},
+        {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "two"}]},
+        {"type": "function_call", "call_id": "3", "name": "f", "arguments": "{}"},
+    ]
+    calls = [{"id": n, "type": "function", "function": {"name": name, "arguments": "{}"}} for n, name in ("1f", "2g")]
+    again = {"id": "3", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    assert messages_of(items) == [
+        {"role": "developer", "content": "d"},
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": "a", "reasoning_content": "t", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "1", "content": "one"},
+        {"role": "tool", "tool_call_id": "2", "content": "two"},
+        {"role": "assistant", "content": None, "tool_calls": [again]},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("item", "where"),
+    [
+        ({"type": "web_search_call", "id": "w"}, "input\\[0\\]"),
+        ({"type": "new_kind"}, "input\\[0\\]"),
+        ({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}, "input\\[0\\].content\\[0\\]"),
+        ({"role": "user", "content": 3}, "input\\[0\\].content"),
+        (3, "input\\[0\\]"),
+    ],
+)
+def test_an_item_that_is_not_text_or_a_call_is_refused_by_its_place(item, where):
+    with pytest.raises(FieldRefused, match=where):
+        messages_of([item])
+
+
+def test_tools_that_a_server_runs_are_left_out(client, hand):
+    tools: Any = [{"type": "web_search"}, {"type": "namespace", "name": "n", "tools": []}, TOOL, {"type": "custom"}]
+    answer = client.responses.create(model="m", input="say x", tools=tools)
+    assert [tool["function"]["name"] for tool in last_request(hand)["tools"]] == ["f"]
+    assert [tool.type for tool in answer.tools] == ["function"]
+    client.responses.create(model="m", input="say x", tools=tools[:1])
+    assert "tools" not in last_request(hand)
+    with pytest.raises(openai.BadRequestError, match="tool_choice"):
+        client.responses.create(model="m", input="say x", tools=tools, tool_choice={"type": "web_search"})
+
+
+class River(BaseModel):
+    name: str
+
+
+def test_a_form_of_the_text_is_a_response_format(client, hand):
+    said = give(text='{"name": "Elbe"}')
+    assert client.responses.parse(model="m", input=said, text_format=River).output_parsed == River(name="Elbe")
+    asked = last_request(hand)["response_format"]
+    assert (asked["type"], asked["json_schema"]["name"]) == ("json_schema", "River")
+
+
+def test_an_answer_that_the_limit_cuts_off_is_incomplete(client, hand):
+    answer = client.responses.create(model="m", input=give(text="x", finish_reason="length"), max_output_tokens=20)
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert last_request(hand)["max_tokens"] == 20
+
+
+def test_every_field_of_openais_type_is_known():
+    theirs = set(typing.get_type_hints(params.ResponseCreateParamsNonStreaming))
+    assert theirs - set(RULES) == {"background", "previous_response_id", "store", "stream", "stream_options"}
+
+
+# --- events ---
+
+
+def events(client, text, **fields):
+    return list(client.responses.create(model="m", input=text, stream=True, **fields))
+
+
+def test_the_events_of_an_answer_come_in_openais_order_and_the_last_one_has_all(client):
+    said = give(text="x", reasoning="hm", answer="I look.", tool_calls=[CALL], finish_reason="tool_calls")
+    found = events(client, said, tools=[TOOL])
+    assert [event.type.removeprefix("response.") for event in found] == [
+        *("created", "in_progress"),
+        *("output_item.added", "content_part.added", "reasoning_text.delta"),
+        *("reasoning_text.done", "content_part.done", "output_item.done"),
+        *("output_item.added", "content_part.added", "output_text.delta"),
+        *("output_text.done", "content_part.done", "output_item.done"),
+        *("output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"),
+        "completed",
+    ]
+    assert [event.sequence_number for event in found] == list(range(len(found)))
+    whole = found[-1].response
+    done = [event.item for event in found if event.type == "response.output_item.done"]
+    assert [item.model_dump() for item in done] == [item.model_dump() for item in whole.output]
+    assert whole.usage.output_tokens == 2
+    Response.model_validate(whole.model_dump(), strict=True)
+
+
+def test_text_is_sent_as_it_is_generated(client, hand):
+    with client.responses.stream(model="m", input="wait") as stream:
+        job = hand.wait_for_one()
+        hand.say(job, "1", "whole", "Hm.|A", THINKING)
+        hand.say(job, "1", "more", "B")
+        seen = []
+        for event in stream:
+            if event.type.endswith("text.delta"):
+                seen.append(event.delta)
+            if seen == ["Hm.", "A", "B"]:
+                hand.finish(job, text="Hm.|AB", value=None)
+        assert seen[:3] == ["Hm.", "A", "B"]
+
+
+def test_an_empty_answer_is_an_empty_message(client):
+    found = events(client, "say ")
+    assert found[-1].response.output_text == ""
+    assert [item.type for item in found[-1].response.output] == ["message"]
+
+
+# --- stored ---
+
+
+def test_a_response_is_continued_by_its_id_with_all_that_was_said(stored, hand):
+    client = stored.client()
+    first = client.responses.create(model="m", input="say one", instructions="I.")
+    second = client.responses.create(model="m", input="say two", previous_response_id=first.id)
+    third = client.responses.create(
+        model="m", input="say three", previous_response_id=second.id, instructions="J.", store=False
+    )
+    assert (second.previous_response_id, third.output_text) == (first.id, "three")
+    asked = [(message["role"], message["content"]) for message in last_request(hand)["messages"]]
+    assert asked == [
+        *[("system", "J."), ("user", "say one"), ("assistant", "one")],
+        *[("user", "say two"), ("assistant", "two"), ("user", "say three")],
+    ]
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(third.id)
+
+
+def test_a_streamed_response_is_stored_too_with_its_calls(stored, hand):
+    client = stored.client()
+    said = give(text="x", answer="", tool_calls=[CALL], finish_reason="tool_calls")
+    first = events(client, said, tools=[TOOL])[-1].response
+    output: Any = [{"type": "function_call_output", "call_id": "c1", "output": "say done"}]
+    assert client.responses.create(model="m", input=output, previous_response_id=first.id).output_text == "done"
+    assert [message["role"] for message in last_request(hand)["messages"]] == ["user", "assistant", "tool"]
+    assert client.responses.retrieve(first.id).output == first.output
+
+
+def test_a_stored_response_is_read_listed_and_deleted_by_its_owner_alone(serve, tmp_path):
+    tokens = Tokens([("ann", "a" * 16), ("bob", "b" * 16)])
+    serving = serve(batch_store=tmp_path, tokens=tokens)
+    ann, bob = serving.client("a" * 16), serving.client("b" * 16)
+    made = ann.responses.create(model="m", input="say x")
+    assert ann.responses.retrieve(made.id).output_text == "x"
+    assert [item.content[0].text for item in ann.responses.input_items.list(made.id)] == ["say x"]
+    for refused in (
+        lambda: bob.responses.retrieve(made.id),
+        lambda: bob.responses.create(model="m", input="say y", previous_response_id=made.id),
+        lambda: bob.responses.delete(made.id),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            refused()
+    ann.responses.delete(made.id)
+    with pytest.raises(openai.NotFoundError):
+        ann.responses.retrieve(made.id)
+
+
+def test_a_call_that_failed_leaves_nothing(stored, tmp_path):
+    client = stored.client()
+    with pytest.raises(openai.InternalServerError):
+        client.responses.create(model="m", input="fail EngineFailed: x")
+    assert list((tmp_path / "responses").iterdir()) == []
+
+
+def test_old_responses_and_the_oldest_of_too_many_go(tmp_path):
+    store = ResponseStore(tmp_path, keep_s=3600, most=2)
+    made = add_some(store, 4)
+    store.sweep()
+    assert sorted(store.ids()) == made[2:]
+    ResponseStore(tmp_path, keep_s=-1).sweep()
+    assert store.ids() == []
+
+
+def add_some(store, n):
+    ids = [f"resp_{number}" for number in range(n)]
+    for number, made in enumerate(ids):
+        store.add(StoredResponse(made, "o", 0, str(number), None, False, [], {}))
+        os.utime(store.folder / made, (time.time() - n + number,) * 2)
+    return ids
+
+
+# --- in the background ---
+
+
+def until(client, response_id, status):
+    end = time.monotonic() + 20
+    while (found := client.responses.retrieve(response_id)).status != status:
+        assert time.monotonic() < end, found.status
+        time.sleep(0.02)
+    return found
+
+
+def test_a_response_in_the_background_is_answered_at_once_and_read_later(stored, hand):
+    client = stored.client()
+    begun = client.responses.create(model="m", input="wait", background=True)
+    assert (begun.status, begun.background) == ("queued", True)
+    assert client.responses.retrieve(begun.id).status == "queued"
+    hand.finish(hand.wait_for_one(), text="done")
+    assert until(client, begun.id, "completed").output_text == "done"
+
+
+def test_a_response_in_the_background_outlives_the_server(serve, hand, tmp_path, server_url):
+    with serving_at(server_url, batch_store=tmp_path) as first:
+        begun = first.client().responses.create(model="m", input="wait", background=True)
+    hand.finish(hand.wait_for_one(), text="done")
+    assert until(serve(batch_store=tmp_path).client(), begun.id, "completed").output_text == "done"
+
+
+def test_a_response_in_the_background_can_be_canceled_and_can_fail(stored, hand):
+    client = stored.client()
+    begun = client.responses.create(model="m", input="wait", background=True)
+    assert client.responses.cancel(begun.id).status == "cancelled"
+    failing = client.responses.create(model="m", input="fail EngineFailed: x", background=True)
+    assert until(client, failing.id, "failed").error.code == "server_error"
+    waited_for = client.responses.create(model="m", input="say x")
+    with pytest.raises(openai.BadRequestError, match="background"):
+        client.responses.cancel(waited_for.id)
+
+
+def test_background_needs_a_store(client, stored):
+    for asked in (client, stored.client()):
+        store = {"store": False} if asked is not client else {}
+        with pytest.raises(openai.BadRequestError, match="background"):
+            asked.responses.create(model="m", input="say x", background=True, **store)
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        client.responses.create(model="m", input="say x", previous_response_id="resp_x")
+
+
+# --- malformed ---
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = st.sampled_from([*RULES, "store", "background", "previous_response_id", "stream"])
+ITEM = st.fixed_dictionaries(
+    {},
+    optional={
+        "type": st.sampled_from(["message", "reasoning", "function_call", "function_call_output", "x"]) | JSON,
+        "role": st.sampled_from(["user", "assistant", "x"]) | JSON,
+        **dict.fromkeys(("content", "output", "summary", "arguments", "call_id", "name"), JSON),
+    },
+)
+
+
+@given(st.dictionaries(NAMES, JSON, max_size=5), st.lists(ITEM, max_size=3) | JSON)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_no_body_whatever_breaks_the_reader(body, items):
+    raw = json.dumps({"input": items, **body}).encode()
+    with suppress(Failure):
+        call_jobs([raw], CallHead.of(URL, Headers({}), ANYBODY), SERVED)
