@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from tests.support.in_memory.agent_store import InMemoryAgentStore
+from tests.worker.pipeline.stages import PlayedStore
 
 from stoker import Producer
 from stoker_worker.engine.scripted import ScriptedProvider
@@ -22,8 +22,8 @@ NEAR_S = 0.3  # 0.02 on an idle machine; the waits under test are longer
 @pytest.fixture
 def slow_worker(redis_url: str) -> Iterator[None]:
     """Its engine is slow at a step, and its disk at a save."""
-    store = InMemoryAgentStore()
-    store.memory.before_write = lambda agent_id: time.sleep(SAVE_S)
+    store = PlayedStore()
+    store.before_write = lambda agent_id: time.sleep(SAVE_S)
     settings = read_settings({"redis_url": redis_url, "poll_s": 0.01, "grace_s": 0.0})
     with open_queue(settings, redis_url) as opened:
         worker = Worker(settings, opened.rq_queue, store, ScriptedProvider(max_batch=4, steps_per_s=1 / STEP_S))
@@ -32,6 +32,7 @@ def slow_worker(redis_url: str) -> Iterator[None]:
         yield
         worker.request_stop()
         thread.join(30)
+    PlayedStore.close_all()
 
 
 @pytest.mark.usefixtures("slow_worker")

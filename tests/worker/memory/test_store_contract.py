@@ -1,4 +1,4 @@
-"""The contract of an agent store, on disk or in memory: the tests of the worker's stages may use either."""
+"""The contract of an agent store: alone, with caches in RAM, and with a shared store."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.in_memory.agent_store import InMemoryAgentStore
 from tests.worker.memory.agents import (
     MODEL,
     SNAPSHOT_SPECS,
@@ -59,7 +58,6 @@ STORES: dict[str, Callable[[Path], CacheStorePort]] = {
     "disk": lambda folder: AgentCacheStore(folder, files=FastDisk()),
     "disk and RAM": lambda folder: AgentCacheStore(folder, files=FastDisk(), memory_max_bytes=2**30),
     "shared": shared_store,
-    "in memory": lambda folder: InMemoryAgentStore(),
 }
 _numbers = count(1)
 

@@ -1,23 +1,41 @@
-"""Single stages for tests: jobs from an in-memory queue, and neighbours that only record the jobs they get."""
+"""Single stages for tests: jobs from an in-memory queue, a store of the product that a test can cut off, and neighbours
+that only record the jobs they get."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from queue import Queue
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
 
-from tests.support.in_memory.agent_store import InMemoryAgentStore
 from tests.support.in_memory.queue import InMemoryQueue
+from tests.worker.memory.agents import FastDisk
 
+from stoker_shared.errors import SharedStoreAway
 from stoker_worker.engine.scripted import ScriptedProvider
+from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.pipeline.engine_thread import EngineThread
 from stoker_worker.pipeline.finisher import Finisher
 from stoker_worker.pipeline.job import Finished, Job, Outcome
 from stoker_worker.pipeline.loader import Loader
 from stoker_worker.pipeline.prompt import Prompt
-from stoker_worker.ports import AgentVersion, Busy, ClaimedJob, CompletedGeneration, LoadedModel, TextSoFar
+from stoker_worker.ports import (
+    AgentVersion,
+    Busy,
+    CacheSlice,
+    ClaimedJob,
+    CompletedGeneration,
+    LastVersion,
+    LoadedModel,
+    Restored,
+    TextSoFar,
+    Turn,
+)
 
 MODEL = ScriptedProvider(max_batch=4, steps_per_s=1000).load()[1]
 TIMEOUT_S = 30
+NO_STORE: Any = None
+"""Of a stage that only records."""
 
 
 def loaded_model() -> "Future[LoadedModel]":
@@ -49,11 +67,87 @@ def generated(**fields: Any) -> Finished:
     return Finished(CompletedGeneration(0, "finished", **values))
 
 
+class PlayedStore(AgentCacheStore):
+    """The product's store, in a folder of its own. It stays open when its worker has closed it, until the test ends.
+
+    Attributes:
+        before_write: called before anything is saved, with the agent's id (``None``: no agent's).
+        away: whether it is a shared store that does not answer.
+        is_certain: whether `look` asks although the agent's newest version is from here.
+        looks: the calls of `look`, in order.
+        closed: the agents of each call of `close_number`.
+        beside_others: that of each restore.
+        read_ahead_for: the agents of each call, and the models loaded.
+        at_hand: agents whose caches a restore finds in RAM; ``None``: all.
+    """
+
+    open_ones: ClassVar["list[PlayedStore]"] = []
+
+    def __init__(self) -> None:
+        self._temporary = TemporaryDirectory()
+        super().__init__(Path(self._temporary.name) / "store", files=FastDisk())
+        self.open_ones.append(self)
+        self.before_write: Callable[[str | None], None] = lambda agent_id: None
+        self.away, self.is_certain = False, True
+        self.looks: list[tuple[str, LastVersion | None]] = []
+        self.closed: list[str] = []
+        self.beside_others: list[bool] = []
+        self.read_ahead_for: list[tuple[str, ...] | str] = []
+        self.at_hand: set[str] | None = None
+
+    def look(self, agent_id: str, last: LastVersion | None = None) -> bool:
+        self.looks.append((agent_id, last))
+        self._ask()
+        return self.is_certain or last is None
+
+    def restore(self, prompt_ids: Sequence[int], *, beside_others: bool = False, **options: Any) -> Restored:
+        self.beside_others.append(beside_others)
+        return super().restore(prompt_ids, beside_others=beside_others, **options)
+
+    def save(self, turn: Turn) -> Mapping[str, Any]:
+        self._ask()
+        self.before_write(turn.agent_id)
+        return super().save(turn)
+
+    def save_blocks(self, token_ids: tuple[int, ...], cache: CacheSlice, **options: Any) -> None:
+        self.before_write(None)
+        super().save_blocks(token_ids, cache, **options)
+
+    def close_number(self, agent_id: str) -> None:
+        self.closed.append(agent_id)
+
+    def is_away(self) -> bool:
+        return self.away
+
+    def is_at_hand(self, agent_id: str) -> bool:
+        return self.at_hand is None or agent_id in self.at_hand
+
+    def read_ahead(self, agents: Sequence[str]) -> None:
+        self.read_ahead_for.append(tuple(agents))
+
+    def model_loaded(self, model: LoadedModel) -> None:
+        self.read_ahead_for.append(model.name)
+
+    def close(self) -> None:
+        pass
+
+    @classmethod
+    def close_all(cls) -> None:
+        while cls.open_ones:
+            store = cls.open_ones.pop()
+            super(PlayedStore, store).close()
+            store._temporary.cleanup()
+
+    def _ask(self) -> None:
+        if self.away:
+            raise SharedStoreAway("the shared store is away (played)")
+
+
 class NotedFinisher(Finisher):
     """Ends nothing."""
 
     def __init__(self) -> None:
-        super().__init__(InMemoryAgentStore(), loaded_model())
+        super().__init__(NO_STORE, loaded_model())
         self.ended: Queue[tuple[Job, Outcome]] = Queue()
 
     def put(self, job: Job, outcome: Outcome) -> None:
@@ -91,7 +185,7 @@ class NotedLoader(Loader):
     def __init__(self) -> None:
         finisher = NotedFinisher()
         self.engine = NotedEngine(finisher)
-        super().__init__(InMemoryAgentStore(), loaded_model(), self.engine, finisher)
+        super().__init__(NO_STORE, loaded_model(), self.engine, finisher)
         self.jobs: Queue[Job] = Queue()
 
     def put(self, job: Job) -> None:

@@ -6,10 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.support.in_memory.agent_store import InMemoryAgentStore
 from tests.support.in_memory.queue import InMemoryQueue
 from tests.support.wait import wait_for
-from tests.worker.pipeline.stages import MODEL, TIMEOUT_S, NotedLoader
+from tests.worker.pipeline.stages import MODEL, TIMEOUT_S, NotedLoader, PlayedStore
 
 from stoker_shared.answer_parts import Markers
 from stoker_worker.pipeline.fetcher import Fetcher, Leaving, busy_beside
@@ -20,7 +19,7 @@ from stoker_worker.ports import Busy, ClaimedJob, LoadedModel, MaxBatch, TextSoF
 def fetcher_of(
     queue: InMemoryQueue,
     loader: NotedLoader,
-    store: InMemoryAgentStore | None = None,
+    store: PlayedStore | None = None,
     max_in_flight: int = 1,
     **options: Any,
 ) -> Fetcher:
@@ -28,7 +27,7 @@ def fetcher_of(
     loaded: Future[LoadedModel] = Future()
     loaded.set_result(replace(MODEL, max_batch=MaxBatch(max_in_flight)))
     values: dict[str, Any] = {"poll_s": 60, "recover_s": 100, "leaving": Leaving(), **options}
-    fetcher = Fetcher(queue, store or InMemoryAgentStore(), loader.engine, loader, loaded, **values)
+    fetcher = Fetcher(queue, store or PlayedStore(), loader.engine, loader, loaded, **values)
     fetcher.start()
     return fetcher
 
@@ -45,7 +44,7 @@ def end(fetcher: Fetcher, queue: InMemoryQueue) -> None:
 def test_agents_with_work_are_pinned_before_the_loader_gets_their_job_and_until_it_has_ended() -> None:
     events: list[Any] = []
 
-    class Store(InMemoryAgentStore):
+    class Store(PlayedStore):
         def pin(self, running: frozenset[str], waiting: frozenset[str], *, is_all: bool = True) -> None:
             pins = [event for event in events if isinstance(event, tuple)]
             if (set(running), set(waiting)) not in pins[-1:]:  # only `is_all` has changed
@@ -72,7 +71,7 @@ def test_the_store_is_told_that_these_are_all_while_every_place_is_taken() -> No
     """Otherwise a worker with no place free for days would remove no agent that is unused."""
     pins = []
 
-    class Store(InMemoryAgentStore):
+    class Store(PlayedStore):
         def pin(self, running: frozenset[str], waiting: frozenset[str], *, is_all: bool = True) -> None:
             pins.append((running, waiting, is_all))
 
@@ -89,7 +88,7 @@ def test_the_store_is_told_that_these_are_all_while_every_place_is_taken() -> No
 
 
 def test_after_each_claim_the_caches_of_the_next_jobs_are_read_ahead_in_queue_order() -> None:
-    queue, loader, store = InMemoryQueue(), NotedLoader(), InMemoryAgentStore()
+    queue, loader, store = InMemoryQueue(), NotedLoader(), PlayedStore()
     for agent_id in "bacade":
         queue.enqueue(agent_id=agent_id)
     fetcher = fetcher_of(queue, loader, store, leaving=Leaving(burst=True), poll_s=0.001)
@@ -221,15 +220,15 @@ def test_the_fetcher_counts_writing_and_reading_agents_and_free_slots() -> None:
 
 
 def test_while_the_shared_store_is_away_only_jobs_without_memory_are_claimed() -> None:
-    queue, loader, store = InMemoryQueue(), NotedLoader(), InMemoryAgentStore()
-    store.memory.is_away = True
+    queue, loader, store = InMemoryQueue(), NotedLoader(), PlayedStore()
+    store.away = True
     queue.enqueue(job_id="writes", agent_id="a")
     queue.enqueue(job_id="reads", agent_id="b", cache="read")
     queue.enqueue(job_id="plain")
     fetcher = fetcher_of(queue, loader, store, max_in_flight=4, poll_s=0.001)
     assert loader.jobs.get(timeout=TIMEOUT_S).job_id == "plain"
     assert (queue.state("writes"), queue.state("reads")) == ("queued", "queued")
-    store.memory.is_away = False
+    store.away = False
     assert {loader.jobs.get(timeout=TIMEOUT_S).job_id for _ in range(2)} == {"writes", "reads"}
     for job in queue.in_flight():
         job.release()

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 from tests.support.answers import without_total
-from tests.support.in_memory.agent_store import InMemoryAgentStore
 from tests.support.in_memory.queue import InMemoryJob, InMemoryQueue
 from tests.support.wait import wait_for
 from tests.worker.memory.agents import FastDisk
-from tests.worker.pipeline.stages import TIMEOUT_S, claimed, generated, loaded_job, loaded_model
+from tests.worker.pipeline.stages import TIMEOUT_S, PlayedStore, claimed, generated, loaded_job, loaded_model
 
 from stoker_shared.agents import AgentInfo, build_agent_request
 from stoker_shared.errors import (
@@ -44,10 +43,10 @@ class Scene:
     """Saves of the agent in `slow` wait until `disk` is set."""
 
     def __init__(self) -> None:
-        self.queue, self.store = InMemoryQueue(), InMemoryAgentStore()
+        self.queue, self.store = InMemoryQueue(), PlayedStore()
         self.slow: str | None = None
         self.disk = threading.Event()
-        self.store.memory.before_write = self._before_write
+        self.store.before_write = self._before_write
         self.finisher = Finisher(self.store, loaded_model(), retry_s=0.01)
 
     def _before_write(self, agent_id: str | None) -> None:
@@ -105,7 +104,7 @@ def test_late_results_of_a_deposed_worker_are_dropped_and_logged(
         scene.wait_for_release(n_left=1 - n_left)
     assert scene.states("a", "b") == ["started"] * 2
     assert scene.queue.dropped == ["job-b", "job-a"]
-    assert scene.store.memory.agents == {}
+    assert [scene.store.open_agent(agent_id).number for agent_id in "ab"] == [0, 0]
     assert [line for line in caplog.messages if "dropped" in line] == [
         "dropped job=job-b",
         "dropped job=job-a",
@@ -122,7 +121,7 @@ def test_a_job_that_redis_has_lost_ends_in_a_log_line_with_its_id_and_saves_noth
     for agent_id, outcome in (("a", generated()), ("b", Cancelled())):
         scene.finisher.put(loaded_job(scene.queue, agent_id), outcome)
         scene.wait_for_release()
-    assert scene.store.memory.agents == {}
+    assert [scene.store.open_agent(agent_id).number for agent_id in "ab"] == [0, 0]
     assert [line for line in caplog.messages if "job=" in line] == [
         "lost job=job-a agent=a reason='Redis has lost data'",
         "lost job=job-b agent=b reason='Redis has lost data'",
@@ -246,7 +245,7 @@ def test_a_turn_whose_agent_was_changed_meanwhile_runs_again(scene: Scene, conte
     scene.wait_for_release()
     entry = scene.queue.entries["late"]
     assert (entry.state, entry.lost, scene.queue.given_back) == ("queued", 0, ["late"])
-    assert len(scene.store.memory.agents["a"]) == 1
+    assert scene.store.open_agent("a").number == 1
 
 
 FORGET = build_agent_request({"agent_id": "a", "action": "forget"})
@@ -304,7 +303,7 @@ def test_a_change_of_an_agent_is_made_once(
 
 def away(scene: Scene, context: str = "append") -> Job:
     """A finished turn that waits for the shared store."""
-    scene.store.memory.is_away = True
+    scene.store.away = True
     job = scene.put_finished("a", context=context)
     wait_for(lambda: job.waits_since is not None)
     return job
@@ -318,7 +317,7 @@ def test_a_turn_waits_for_the_shared_store_and_other_jobs_go_on_meanwhile(
     scene.put_finished("b", cache="off")
     scene.wait_for_release(n_left=1)
     assert scene.states("a", "b") == ["started", "finished"]
-    scene.store.memory.is_away = False
+    scene.store.away = False
     scene.wait_for_release()
     assert scene.states("a") == ["finished"]
     assert scene.queue.given_back == []
@@ -342,11 +341,11 @@ def test_a_turn_that_may_have_been_sent_ends_no_job_when_the_disk_here_refuses_i
     def refuse(agent_id: str | None) -> None:
         raise OSError("disk full")
 
-    scene.store.memory.before_write = refuse
-    scene.store.memory.is_away = False
+    scene.store.before_write = refuse
+    scene.store.away = False
     scene.wait_for_release()
     assert (scene.states("a"), scene.queue.entries["job-a"].lost) == (["queued"], 0)
-    assert "a" not in scene.store.memory.unsaved
+    assert "a" not in scene.store.unsaved
 
 
 @pytest.mark.parametrize("how", ["hurry", "stopping"])
@@ -371,7 +370,7 @@ def test_before_a_job_ends_without_a_turn_that_an_earlier_run_may_have_sent_its_
         (job,) = scene.queue.claim(1, Busy())
         scene.finisher.put(Job(job), outcome)
     scene.wait_for_release()
-    assert sorted(scene.store.memory.closed) == (["failed", "stopped"] if was_saving else [])
+    assert sorted(scene.store.closed) == (["failed", "stopped"] if was_saving else [])
     assert (scene.queue.state("failed"), scene.queue.state("stopped")) == ("failed", "stopped")
 
 
@@ -444,7 +443,7 @@ def test_a_job_without_an_answer_in_the_store_leaves_nothing_to_forget(
     scene.put_finished("a", cache="off", context="full", job_id="off")
     scene.finisher.put(loaded_job(scene.queue, "b"), Failed(WorkerLostTooOften("alone, three times")))
     scene.wait_for_release()
-    scene.store.memory.before_write = raise_no_space
+    scene.store.before_write = raise_no_space
     scene.put_finished("c", context="full", job_id="not saved")
     scene.wait_for_release()
     assert scene.queue.state("not saved") == "finished"
@@ -455,7 +454,7 @@ def test_a_job_without_an_answer_in_the_store_leaves_nothing_to_forget(
 def test_a_job_whose_lost_turn_cannot_be_remembered_fails(
     scene: Scene, context: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scene.store.memory.before_write = raise_no_space
+    scene.store.before_write = raise_no_space
     monkeypatch.setattr(scene.store, "mark_unsaved", raise_no_space)
     scene.put_finished("a", context=context)
     scene.wait_for_release()
@@ -476,7 +475,7 @@ def test_a_result_that_could_not_be_posted_is_not_forgotten(
     def take_over(agent_id: str | None) -> None:
         scene.queue.take_over()
 
-    scene.store.memory.before_write = take_over
+    scene.store.before_write = take_over
     scene.finisher.put(job, generated())
     scene.wait_for_release()
     assert scene.states("a") == ["started"]
@@ -545,7 +544,7 @@ def test_the_total_time_includes_the_save(scene: Scene) -> None:
     def slowly(agent_id: str | None) -> None:
         time.sleep(0.3)
 
-    scene.store.memory.before_write = slowly
+    scene.store.before_write = slowly
     job = loaded_job(scene.queue, "a")
     began = time.time()
     scene.finisher.put(job, generated())

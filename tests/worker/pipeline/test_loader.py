@@ -4,9 +4,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from tests.support.in_memory.agent_store import InMemoryAgentStore
 from tests.support.in_memory.queue import InMemoryQueue
-from tests.worker.pipeline.stages import MODEL, TIMEOUT_S, NotedEngine, NotedFinisher, claimed, loaded_model
+from tests.worker.pipeline.stages import (
+    MODEL,
+    TIMEOUT_S,
+    NotedEngine,
+    NotedFinisher,
+    PlayedStore,
+    claimed,
+    loaded_model,
+)
 
 from stoker_shared.errors import (
     AgentNotFound,
@@ -24,7 +31,7 @@ from stoker_worker.ports.model import RequestDefaults
 
 class Scene:
     def __init__(self, **options: Any) -> None:
-        self.queue, self.store, self.finisher = InMemoryQueue(), InMemoryAgentStore(), NotedFinisher()
+        self.queue, self.store, self.finisher = InMemoryQueue(), PlayedStore(), NotedFinisher()
         self.engine = NotedEngine(self.finisher)
         self.loader = Loader(self.store, loaded_model(), self.engine, self.finisher, **options)
 
@@ -144,10 +151,11 @@ def test_a_turn_that_may_have_been_made_is_not_made_again(scene: Scene, monkeypa
 
 def test_an_agent_that_cannot_be_read_is_only_replaced(scene: Scene) -> None:
     save(scene, scene.put("a", job_id="first"), "done")
+    save(scene, Job(claimed(scene.queue, "b", job_id="second")), "more")
     scene.store.mark_unsaved("a")
     found = outcomes(scene)
     assert isinstance(found["append"], AgentTranscriptUnreadable)
-    assert found["full"].agent.number == 1
+    assert found["full"].agent.number == 2
     assert found["first"] == Replayed({"text": "done"})  # its turn is saved, whatever happened since
 
 
@@ -238,7 +246,7 @@ def test_a_prompt_is_restored_only_up_to_the_first_token_that_is_scored(
 
 
 def test_a_job_that_may_have_missed_other_workers_turns_is_refused_only_after_a_look(scene: Scene) -> None:
-    scene.store.memory.is_certain = False
+    scene.store.is_certain = False
     seen = LastVersion(7, "this", is_here=True)
 
     def put(agent_id: str, **fields: Any) -> None:
@@ -254,11 +262,11 @@ def test_a_job_that_may_have_missed_other_workers_turns_is_refused_only_after_a_
     _, outcome = scene.finisher.next()
     assert isinstance(outcome, Failed)
     assert isinstance(outcome.error, AgentNotFound)
-    assert scene.store.memory.looks == [("fine", seen), ("refused", seen), ("refused", None)]
+    assert scene.store.looks == [("fine", seen), ("refused", seen), ("refused", None)]
 
 
 def test_a_job_whose_agent_is_in_a_shared_store_that_is_away_runs_again(scene: Scene) -> None:
-    scene.store.memory.is_away = True
+    scene.store.away = True
     scene.put("a")
     scene.put("b", context="append")
     scene.put("c", cache="off")

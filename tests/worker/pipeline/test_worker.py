@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from tests.support.in_memory.agent_store import InMemoryAgentStore
 from tests.support.in_memory.queue import InMemoryQueue
 from tests.support.wait import wait_for
-from tests.worker.pipeline.stages import TIMEOUT_S
+from tests.worker.pipeline.stages import TIMEOUT_S, PlayedStore
 
 from stoker_shared import build_request
 from stoker_shared.errors import EngineFailed, QueueHeld, RedisUnavailable
@@ -43,7 +42,7 @@ def test_a_worker_deposed_while_its_model_loads_reports_that() -> None:
     provider, queue = SlowProvider(), InMemoryQueue()
     queue.take_over()
     settings = read_settings({"heartbeat_s": 0.05, "lease_ttl_s": 1.0})
-    worker = Worker(settings, queue, InMemoryAgentStore(), provider)
+    worker = Worker(settings, queue, PlayedStore(), provider)
     try:
         with pytest.raises(QueueHeld, match="taken over"):
             worker.run()
@@ -57,7 +56,7 @@ def test_the_first_jobs_caches_are_read_ahead_while_the_model_loads(monkeypatch:
             assert is_seen.wait(TIMEOUT_S)
             return super().load()
 
-    class Store(InMemoryAgentStore):
+    class Store(PlayedStore):
         def read_ahead(self, agents: Sequence[str]) -> None:
             super().read_ahead(agents)
             if len(self.read_ahead_for) == 1:
@@ -91,14 +90,14 @@ def test_jobs_of_agents_whose_caches_are_in_ram_are_claimed_first() -> None:
             order.extend(job.job_id for job in claimed)
             return claimed
 
-    queue, store, order = Queue(), InMemoryAgentStore(), list[str]()
+    queue, store, order = Queue(), PlayedStore(), list[str]()
     store.at_hand = {"c"}
     for agent_id in "abc":
         queue.enqueue(job_id=agent_id, agent_id=agent_id, max_tokens=1)
     settings = read_settings({"burst": True, "poll_s": 0.001})
     Worker(settings, queue, store, fast(max_batch=1)).run()
     assert order == ["c", "a", "b"]
-    assert store.place_of == queue.place_of  # of those that wait, the last one loses its cache first
+    assert store.budget.place_of == queue.place_of  # of those that wait, the last one loses its cache first
 
 
 class HangingQueue(InMemoryQueue):
@@ -116,7 +115,7 @@ class HangingQueue(InMemoryQueue):
 
 def test_a_stop_does_not_wait_for_a_redis_that_hangs_in_the_first_recovery() -> None:
     queue = HangingQueue()
-    worker = Worker(read_settings({}), queue, InMemoryAgentStore(), fast())
+    worker = Worker(read_settings({}), queue, PlayedStore(), fast())
     thread = threading.Thread(target=worker.run)
     thread.start()
     try:
@@ -170,12 +169,12 @@ def test_a_worker_whose_engine_broke_claims_nothing_more() -> None:
     provider = BreakingProvider(closing=lambda: queue.claimed_again.wait(1))
     settings = read_settings({"poll_s": 0.001})
     with pytest.raises(EngineFailed, match="out of memory"):
-        Worker(settings, queue, InMemoryAgentStore(), provider).run()
+        Worker(settings, queue, PlayedStore(), provider).run()
     assert (queue.claims, len(queue.given_back)) == (1, 1)
 
 
-def run_burst(queue: InMemoryQueue, **settings: Any) -> InMemoryAgentStore:
-    store = InMemoryAgentStore()
+def run_burst(queue: InMemoryQueue, **settings: Any) -> PlayedStore:
+    store = PlayedStore()
     Worker(read_settings({"burst": True, "poll_s": 0.005, **settings}), queue, store, fast()).run()
     return store
 
@@ -220,7 +219,7 @@ def test_a_stop_lets_running_jobs_finish_and_leaves_the_rest_in_the_queue() -> N
     queue.enqueue(job_id="running", agent_id="a", max_tokens=1500)
     queue.enqueue(job_id="waiting", agent_id="b", max_tokens=5)
     settings = read_settings({"poll_s": 0.005})
-    worker = Worker(settings, queue, InMemoryAgentStore(), fast(max_batch=1))
+    worker = Worker(settings, queue, PlayedStore(), fast(max_batch=1))
     stopped_after(worker, queue, lambda: None)
     assert (queue.state("running"), queue.state("waiting")) == ("finished", "queued")
 
@@ -230,7 +229,7 @@ def test_a_stop_without_grace_gives_running_jobs_back_in_their_order() -> None:
     for name in ("first", "second", "third"):
         queue.enqueue(job_id=name, agent_id=name, max_tokens=1_000_000)
     settings = read_settings({"poll_s": 0.005, "grace_s": 0.0})
-    stopped_after(Worker(settings, queue, InMemoryAgentStore(), fast(max_batch=2)), queue, lambda: None)
+    stopped_after(Worker(settings, queue, PlayedStore(), fast(max_batch=2)), queue, lambda: None)
     assert queue.waiting == ["first", "second", "third"]
     assert [entry.lost for entry in queue.entries.values()] == [0] * 3
 
@@ -244,7 +243,7 @@ def test_a_stop_does_not_wait_for_a_redis_that_is_away() -> None:
         queue.away = True
 
     settings = read_settings({"poll_s": 0.005, "heartbeat_s": 0.1, "grace_s": 600.0})
-    worker = Worker(settings, queue, InMemoryAgentStore(), fast())
+    worker = Worker(settings, queue, PlayedStore(), fast())
     assert stopped_after(worker, queue, go_away) < 5
     assert queue.state("long") == "started"  # recovery will take it up
     assert queue.hung_up
@@ -273,13 +272,13 @@ def test_a_stop_does_not_wait_for_a_redis_that_hangs_when_jobs_are_given_back() 
     queue = StuckQueue()
     queue.enqueue(job_id="long", agent_id="a", max_tokens=1_000_000)
     settings = read_settings({"poll_s": 0.005, "heartbeat_s": 0.1, "grace_s": 0.0})
-    stopped_after(Worker(settings, queue, InMemoryAgentStore(), fast()), queue, lambda: None)
+    stopped_after(Worker(settings, queue, PlayedStore(), fast()), queue, lambda: None)
     assert queue.is_stuck.is_set()
     assert queue.state("long") == "started"  # recovery takes it up
 
 
 def test_an_agent_calls_a_tool_and_goes_on_with_its_result() -> None:
-    queue, store = InMemoryQueue(), InMemoryAgentStore()
+    queue, store = InMemoryQueue(), PlayedStore()
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
     call = '<think>Hm.</think><tool_call>{"name": "look", "arguments": {"at": "sky"}}</tool_call>'
 
