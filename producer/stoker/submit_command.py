@@ -224,6 +224,7 @@ def _as_response_format(context: click.Context, parameter: click.Parameter, valu
          help="read: use the memory without changing it; off: do not use it.  [readwrite]")  # fmt: skip
 @_memory("--cache-salt", metavar="TEXT", help="Share cached prefixes only with jobs of this salt.")
 @_sampling("--max-tokens", type=int, metavar="N", help="Most tokens to generate.  [256]")
+@_sampling("--fit-max-tokens", is_flag=True, default=None, help="Lower --max-tokens to what fits behind the prompt.")
 @_sampling("--min-tokens", type=int, metavar="N", help="Nothing ends the answer before so many tokens.")
 @_sampling("--temperature", type=float, metavar="X", help="0: always take the likeliest token.  [0.0]")
 @_sampling("--top-p", type=float, metavar="X", help="Sample from the likeliest tokens of this total probability.")

@@ -64,6 +64,7 @@ class SubmitFields(ManyFields, total=False):
     must_exist: bool
     cache: Literal["readwrite", "read", "off"]
     max_tokens: int
+    fit_max_tokens: bool
     min_tokens: int
     temperature: float
     top_p: float | None

@@ -233,6 +233,7 @@ class GenerationRequest(BaseModel):
     must_exist: bool = False
     cache: Literal["readwrite", "read", "off"] = "readwrite"
     max_tokens: Annotated[int, Field(ge=0)] = 256
+    fit_max_tokens: bool = False
     min_tokens: Annotated[int, Field(ge=0)] = 0
     temperature: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None

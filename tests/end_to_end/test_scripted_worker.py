@@ -55,7 +55,8 @@ def test_an_agent_with_many_jobs_does_not_delay_another_agents_first_job(produce
 
 
 def test_a_short_job_overtakes_long_ones_and_rq_sees_all_of_them_executing(producer, redis_url, connection, store):
-    long = [producer.submit(agent_id=f"long-{n}", prompt="x", max_tokens=200) for n in range(8)]
+    endless = {"max_tokens": 32_000, "fit_max_tokens": True}
+    long = [producer.submit(agent_id=f"long-{n}", prompt="x", **endless) for n in range(8)]
     with running_worker(redis_url, store, "--scripted-steps-per-s", "12") as worker:
         worker.wait_for(lambda: len(registries(connection)["started"]) == 8)
         info = subprocess.run(

@@ -27,6 +27,7 @@ FIELDS = {
     "must_exist": (["--must-exist"], True),
     "cache": (["--cache", "read"], "read"),
     "max_tokens": (["--max-tokens", "7"], 7),
+    "fit_max_tokens": (["--fit-max-tokens"], True),
     "temperature": (["--temperature", "1"], 1.0),
     "top_p": (["--top-p", "0.5"], 0.5),
     "top_k": (["--top-k", "5"], 5),

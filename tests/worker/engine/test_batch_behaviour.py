@@ -14,6 +14,7 @@ from stoker_shared import build_request
 from stoker_shared.errors import EngineFailed
 from stoker_worker.engine import batch_engine, sampling
 from stoker_worker.engine.transfer import cache_to_save
+from stoker_worker.pipeline.prompt import fitted
 
 pytestmark = [pytest.mark.mlx, pytest.mark.slow]
 
@@ -93,6 +94,27 @@ def test_a_large_sequence_neither_blocks_small_ones_nor_waits_forever(llama):
     assert first in ended
     assert submitted > 10  # small ones overtook it
     engine.close()
+
+
+def test_eight_answers_of_32000_tokens_at_most_run_side_by_side_in_memory_for_2048(llama):
+    rng = random.Random(7)
+    works = works_of(rng, *((rng.randrange(4, 16), 32_000) for _ in range(8)), fit_max_tokens=True)
+    works[:2] = (replace(one, request=one.request.model_copy(update={"ignore_eos": True})) for one in works[:2])
+    engine = llama.engine(max_batch=8, blocks=10)
+    loaded = replace(llama.loaded, kv_tokens=engine.longest_sequence)
+    assert loaded.kv_tokens == 2048
+    works = [replace(one, request=fitted(one.request, len(one.prompt_ids), loaded)) for one in works]
+    uids, done, side_by_side = [engine.submit(one) for one in works], {}, 0
+    while engine.in_flight:
+        done |= {completion.uid: completion for completion in engine.step()}
+        side_by_side = max(side_by_side, len(engine._scheduler.decoding))
+    assert side_by_side == 8
+    assert engine.kv.preemptions
+    with_memory = run(llama.engine(max_batch=8), works)
+    assert [done[uid].generated_ids for uid in uids] == [one.generated_ids for one in with_memory]
+    n_tokens = [len(one.prompt_ids) + len(done[uid].generated_ids) for uid, one in zip(uids, works, strict=True)]
+    assert n_tokens[:2] == [2048, 2048]
+    assert [done[uid].ended_by for uid in uids] == ["length" if n == 2048 else "eos" for n in n_tokens]
 
 
 # --- failures ---

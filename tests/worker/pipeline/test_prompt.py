@@ -1,6 +1,7 @@
 """From requests to tokens: `full` encodes the request alone, `append` continues the stored ids."""
 
 import dataclasses
+import re
 from typing import ClassVar
 
 import pytest
@@ -16,7 +17,13 @@ from stoker_shared.errors import (
 )
 from stoker_worker.engine.scripted import END, ScriptedProvider, ScriptedTokenizer
 from stoker_worker.pipeline.answer import read_answer
-from stoker_worker.pipeline.prompt import build_prompt, check_expectations, next_transcript, replaced_version
+from stoker_worker.pipeline.prompt import (
+    build_prompt,
+    check_expectations,
+    fitted,
+    next_transcript,
+    replaced_version,
+)
 from stoker_worker.ports import AgentVersion, CompletedGeneration
 
 CODEC = ScriptedTokenizer()
@@ -123,10 +130,34 @@ def test_full_replaces_the_conversation_whatever_it_was_before():
 
 
 def test_prompt_and_max_tokens_over_the_context_are_refused_with_the_numbers():
-    small = dataclasses.replace(MODEL, context_tokens=20)
-    build_prompt(request(prompt="x" * 12, max_tokens=8), None, small, CODEC)
+    small = dataclasses.replace(MODEL, context_tokens=20, kv_tokens=15)
+    assert fitted(request(prompt="x", max_tokens=8), 12, small).max_tokens == 8
     with pytest.raises(ContextLimitExceeded, match=r"12 tokens \+ max_tokens 9 = 21.*context is 20"):
-        build_prompt(request(prompt="x" * 12, max_tokens=9), None, small, CODEC)
+        fitted(request(prompt="x", max_tokens=9), 12, small)
+
+
+@pytest.mark.parametrize(
+    ("kv_tokens", "n_prompt", "fields", "max_tokens"),
+    [
+        (None, 12, {"max_tokens": 32_000}, 8),
+        (100, 12, {"max_tokens": 32_000}, 8),
+        (15, 12, {"max_tokens": 32_000}, 3),
+        (15, 12, {"max_tokens": 2}, 2),
+        (15, 14, {"max_tokens": 32_000}, 1),
+        (15, 15, {"max_tokens": 32_000}, "prompt of 15 tokens + max_tokens 1 = 16; the model's context is 15 with"),
+        (None, 30, {"max_tokens": 32_000}, "prompt of 30 tokens + max_tokens 1 = 31; the model's context is 20"),
+        (None, 12, {"max_tokens": 32_000, "min_tokens": 9}, "prompt of 12 tokens + max_tokens 9 = 21; the model's"),
+        (15, 15, {"max_tokens": 0, "prompt_logprobs": 0, "cache": "off"}, 0),
+    ],
+)
+def test_a_limit_that_may_be_lowered_is_what_context_and_kv_memory_leave(kv_tokens, n_prompt, fields, max_tokens):
+    small = dataclasses.replace(MODEL, context_tokens=20, kv_tokens=kv_tokens)
+    asked = request(prompt="x", fit_max_tokens=True, **fields)
+    if isinstance(max_tokens, int):
+        assert fitted(asked, n_prompt, small).max_tokens == max_tokens
+    else:
+        with pytest.raises(ContextLimitExceeded, match=re.escape(max_tokens)):
+            fitted(asked, n_prompt, small)
 
 
 def test_a_text_no_tokenization_could_fit_is_refused_before_it_is_encoded():

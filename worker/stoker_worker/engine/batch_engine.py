@@ -90,6 +90,11 @@ class BlockPoolBatchEngine(GenerationEnginePort):
         self._next_uid = 0
 
     @property
+    def longest_sequence(self) -> int:
+        """Most tokens, prompt and answer, of a sequence that has all the KV memory to itself."""
+        return self._kv_cost.longest_sequence(self._pool.total)
+
+    @property
     def in_flight(self) -> int:
         return sum(1 for _ in self._scheduler)
 
@@ -105,7 +110,7 @@ class BlockPoolBatchEngine(GenerationEnginePort):
         if (n_blocks := self._kv_cost.sequence_blocks(n_tokens)) > self._pool.total:
             raise BlockPoolTooSmall(
                 f"Cannot allocate {n_blocks} blocks: prompt + max_tokens is {n_tokens} tokens; this worker's KV memory "
-                f"holds {self._kv_cost.longest_sequence(self._pool.total)} (--kv-max-bytes)"
+                f"holds {self.longest_sequence} (--kv-max-bytes)"
             )
         sequence = self._make_sequence(self._next_uid, work)  # a fault in its prefix must end no other sequence
         self._next_uid += 1

@@ -50,6 +50,7 @@ class MlxProvider(ModelProviderPort):
     settings: WorkerSettings
 
     def load(self) -> tuple[GenerationEnginePort, LoadedModel]:
+        from stoker_worker.engine.batch_engine import assemble
         from stoker_worker.engine.rows.rows_generator import why_not_in_rows
         from stoker_worker.engine.transfer import MlxRoom
         from stoker_worker.models.loading import load_model
@@ -76,7 +77,16 @@ class MlxProvider(ModelProviderPort):
             raise ModelNotLoadable(f"--kv-bits 8 needs a model that runs in rows: {reason}")
         fingerprint = in_mode(loaded.fingerprint, mode)
         loaded = replace(loaded, mode=mode, fingerprint=fingerprint, room_type=MlxRoom)
-        return self._engine(model, loaded), loaded
+        engine = assemble(
+            model,
+            loaded,
+            max_bytes=self._kv_bytes(model),
+            max_batch=loaded.max_batch.jobs,
+            prefill_tokens=self._prefill_tokens(),
+            max_step_s=settings.max_step_s,
+            draft_ngram=settings.draft_ngram,
+        )
+        return engine, replace(loaded, kv_tokens=engine.longest_sequence)
 
     @property
     def model(self) -> str:
@@ -151,19 +161,6 @@ class MlxProvider(ModelProviderPort):
 
     def _prefill_tokens(self) -> int:
         return self.settings.prefill_step_tokens or (_GPU_PREFILL_TOKENS if _is_on_gpu() else _CPU_PREFILL_TOKENS)
-
-    def _engine(self, model: Any, loaded: LoadedModel) -> GenerationEnginePort:
-        from stoker_worker.engine.batch_engine import assemble
-
-        return assemble(
-            model,
-            loaded,
-            max_bytes=self._kv_bytes(model),
-            max_batch=loaded.max_batch.jobs,
-            prefill_tokens=self._prefill_tokens(),
-            max_step_s=self.settings.max_step_s,
-            draft_ngram=self.settings.draft_ngram,
-        )
 
 
 def _is_on_gpu() -> bool:

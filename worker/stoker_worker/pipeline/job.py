@@ -28,7 +28,7 @@ class Job:
         has_next: whether the loader had its next job already.
         submitted_at: Unix time at which the engine took it.
         further_choices: ends of its sequences after the first, of a job with several choices; in their order.
-        filled_in: its request with the worker's defaults, once the loader has added them.
+        filled_in: its request with the worker's defaults and the limit that fits, once the loader has set them.
         waits_since: `time.monotonic()` at which its turn could not be saved first, because the shared store is away.
     """
 

@@ -25,7 +25,7 @@ from stoker_shared.wire import MAX_ATTEMPTS
 from stoker_worker.pipeline.engine_thread import EngineThread
 from stoker_worker.pipeline.finisher import Finisher
 from stoker_worker.pipeline.job import AgentChange, Failed, Job, Replayed, RunsAgain, cut_short
-from stoker_worker.pipeline.prompt import build_prompt, check_expectations, reusable_ids
+from stoker_worker.pipeline.prompt import build_prompt, check_expectations, fitted, reusable_ids
 from stoker_worker.ports import (
     NOT_COUNTED,
     AgentVersion,
@@ -149,6 +149,7 @@ class Loader(threading.Thread):
         if request.check is not None:
             make_ready(request.check)
         job.prompt = build_prompt(request, agent.transcript if agent else None, model, tokenizer)
+        job.filled_in = request = fitted(request, len(job.prompt.ids), model)
         if model.guides is not None:
             job.guide = model.guides.guide_for(request, job.prompt.ids)
         job.salt = self._salt(request)

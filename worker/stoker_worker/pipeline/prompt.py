@@ -100,8 +100,6 @@ def build_prompt(
 
     Raises:
         RequestTooLarge: longer than any text that fits the context.
-        ContextLimitExceeded: prompt + max_tokens is over the model's context.
-        InvalidRequest: `prompt_logprobs_start` is not in the prompt.
         TemplateError: the chat template cannot render the messages.
         TranscriptMismatch: `append` of a prompt to messages, or of messages to prompts.
     """
@@ -111,20 +109,35 @@ def build_prompt(
         prompt = _messages_prompt(request, request.messages, history, model, tokenizer)
     else:
         prompt = _text_prompt(request.prompt or "", history, model, tokenizer)
-    wanted = len(prompt.ids) + request.max_tokens
-    if wanted > model.context_tokens:
-        raise ContextLimitExceeded(
-            f"prompt of {len(prompt.ids)} tokens + max_tokens {request.max_tokens} = {wanted}; "
-            f"the model's context is {model.context_tokens}"
-        )
-    if request.prompt_logprobs_start >= len(prompt.ids):
-        raise InvalidRequest(
-            f"'prompt_logprobs_start' is {request.prompt_logprobs_start}; the prompt has {len(prompt.ids)} tokens"
-        )
     form = model.answer_format
     opening = form.opening(prompt.ids)
     markers = form.markers(form.state_after(prompt.ids), with_calls=bool(request.offered_tools))
     return replace(prompt, opened=tokenizer.decode(opening) if opening else "", markers=markers)
+
+
+def fitted(request: GenerationRequest, n_prompt: int, model: LoadedModel) -> GenerationRequest:
+    """The request as this model can answer it: with `fit_max_tokens`, its `max_tokens` is no more than fits.
+
+    Raises:
+        ContextLimitExceeded: the prompt of `n_prompt` tokens and the answer do not fit into the model's context; with
+            `fit_max_tokens`, not even the shortest answer fits, into the context or into the worker's KV memory.
+        InvalidRequest: `prompt_logprobs_start` is not in the prompt.
+    """
+    if request.prompt_logprobs_start >= n_prompt:
+        raise InvalidRequest(
+            f"'prompt_logprobs_start' is {request.prompt_logprobs_start}; the prompt has {n_prompt} tokens"
+        )
+    most, why, wanted = model.context_tokens, "", request.max_tokens
+    if request.fit_max_tokens:
+        if model.kv_tokens is not None and model.kv_tokens < most:
+            most, why = model.kv_tokens, " with this worker's KV memory (--kv-max-bytes)"
+        wanted = min(wanted, max(1, request.min_tokens, most - n_prompt))
+    if n_prompt + wanted > most:
+        raise ContextLimitExceeded(
+            f"prompt of {n_prompt} tokens + max_tokens {wanted} = {n_prompt + wanted}; "
+            f"the model's context is {most}{why}"
+        )
+    return request if wanted == request.max_tokens else request.model_copy(update={"max_tokens": wanted})
 
 
 def reusable_ids(request: GenerationRequest, prompt: Prompt) -> tuple[int, ...]:

@@ -286,6 +286,7 @@ class LoadedModel:
             bytes of another fingerprint, and so those made in another mode, are never loaded.
         tokenizer_fingerprint: hex digest over tokenizer and chat template. Token ids of another one mean nothing.
         context_tokens: most tokens (prompt + generated) that the model can attend to.
+        kv_tokens: most tokens of one sequence that the engine has memory for; ``None``: as many as the context.
         mode: how its sequences run, and whether its caches may be kept.
         max_batch: how many of its jobs are in flight at once.
         room_type: the engine's memory that a prefix is restored into; ``None``: the engine takes NumPy arrays.
@@ -302,6 +303,7 @@ class LoadedModel:
     mode: ServingMode = WIDEST
     max_batch: MaxBatch = ONE_JOB
     room_type: RoomType | None = None
+    kv_tokens: int | None = None
     answer_format: AnswerFormat = PLAIN_TEXT
     guides: GuideMaker | None = None
 
