@@ -5,9 +5,12 @@ from typing import Final
 
 from stoker.api.chat import CHAT, TEXT
 from stoker.api.endpoint import Endpoint
+from stoker.api.messages import MESSAGES, TOKEN_COUNT
 from stoker.api.responses import RESPONSES
 
-ENDPOINTS: Final[Mapping[str, Endpoint]] = {endpoint.url: endpoint for endpoint in (CHAT, TEXT, RESPONSES)}
+ENDPOINTS: Final[Mapping[str, Endpoint]] = {
+    endpoint.url: endpoint for endpoint in (CHAT, TEXT, RESPONSES, MESSAGES, TOKEN_COUNT)
+}
 
 BATCH_URLS: Final = (CHAT.url, TEXT.url, RESPONSES.url)
 """Those of a batch's lines."""

@@ -43,6 +43,7 @@ class Failure(Exception):
         status: the HTTP status.
         retryable: whether the same request may well succeed later.
         retry_after_s: when to try again, if that is known.
+        request_id: the id of the call, if it has one: its job's.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Failure(Exception):
         self.status = status
         self.retryable = retryable
         self.retry_after_s = retry_after_s
+        self.request_id: str | None = None
         self.error: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}
 
     def __reduce__(self) -> tuple[Callable[[], "Failure"], tuple[()], dict[str, Any]]:

@@ -1,6 +1,6 @@
 """The application: the endpoint of each path, and what lives as long as the process. Owns start and stop.
 
-It answers /v1/models (the models of the live workers) and /healthz (whether Redis answers) itself.
+It answers / (what this is), /v1/models (the models of the live workers) and /healthz (whether Redis answers) itself.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from stoker.serve.backend import Backend
 from stoker.serve.batch_runner import BatchRunner
 from stoker.serve.connections import LoopErrors
 from stoker.serve.generation import generate
-from stoker.serve.guard import FILES_PATH, HEALTH_PATH, Guard
+from stoker.serve.guard import FILES_PATH, HEALTH_PATH, ROOT_PATH, Guard
 from stoker.serve.responses import CLIENT_IS_GONE, Json, failed, on_error
 from stoker.serve.settings import ServeSettings
 from stoker.serve.store import BatchStore, FileStore
@@ -45,6 +45,7 @@ def build_app(redis_url: str, settings: ServeSettings) -> Starlette:
     routes += [
         Route("/v1/models", _list_models, methods=["GET"]),
         Route("/v1/models/{name:path}", _model, methods=["GET"]),
+        Route(ROOT_PATH, _root, methods=["GET"]),
         Route(HEALTH_PATH, _healthz, methods=["GET"]),
     ]
     if settings.batch_store is not None:
@@ -139,6 +140,11 @@ async def _model(request: Request) -> Response:
     if found is None:
         raise Failure(404, f"no live worker serves the model {name!r}", code="model_not_found", param="model")
     return Json(found)
+
+
+async def _root(request: Request) -> Response:
+    """What listens here; clients also ask for it to see whether anything does."""
+    return Json({"name": "stoker serve", "endpoints": [*ENDPOINTS, "/v1/models", HEALTH_PATH]})
 
 
 async def _healthz(request: Request) -> Response:

@@ -54,7 +54,7 @@ _folder = click.Path(file_okay=False, path_type=Path)
 @redis_option
 @click.pass_obj
 def serve(redis_url: str, /, bind: str, port: int, **options: Any) -> None:
-    """Serve OpenAI's HTTP API in front of the queue."""
+    """Serve the HTTP APIs of OpenAI and Anthropic in front of the queue."""
     try:
         from stoker.serve.server import serve as run_server
     except ModuleNotFoundError as error:

@@ -23,7 +23,7 @@ from stoker.api.endpoints import ENDPOINTS
 from stoker.api.responses import response_id
 from stoker.serve.backend import Backend
 from stoker.serve.intake import CallHead, CallJobs
-from stoker.serve.responses import CLIENT_IS_GONE, REQUEST_ID, Json, described, failed, received, until_hung_up
+from stoker.serve.responses import CLIENT_IS_GONE, Json, described, failed, id_headers, received, until_hung_up
 from stoker.serve.store import ResponseStore
 from stoker.tickets import AsyncTicket
 from stoker_shared.errors import StokerError
@@ -167,7 +167,7 @@ class EventStream(Response):
         except Exception as error:
             failure = described(error)
             if not self._has_begun:
-                headers = {name: value for name, value in self.headers.items() if name.startswith("x-")}
+                headers = id_headers(self._running.job_id)
                 return await failed(self._running.endpoint, failure, headers)(scope, receive, send)
             await self._send(send, b"".join(self._writer.failed(failure)), more=False)
         finally:
@@ -200,7 +200,7 @@ async def generate(request: Request) -> Response:
     running = await RunningCall.begin(app, endpoint, owner, made)
     has_one_text = made.has_one_text
     del made  # with the prompts, which are in Redis now
-    headers = {REQUEST_ID: running.job_id}
+    headers = id_headers(running.job_id)
     if running.call.is_background:
         waiting = await app.background.begun(owner, response_id(running.job_id))
         if not running.call.is_streamed:

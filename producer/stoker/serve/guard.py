@@ -18,7 +18,11 @@ from stoker.serve.settings import ANYBODY, Tokens
 from stoker_shared.http_guard import is_own_site
 
 HEALTH_PATH: Final = "/healthz"
+ROOT_PATH: Final = "/"
 FILES_PATH: Final = "/v1/files"
+_API_KEY_HEADER: Final = "x-api-key"
+"""Anthropic's clients send their token in it."""
+
 _URL: Final = re.compile(rb"https?://([^/]*)(.*)", re.IGNORECASE | re.DOTALL)
 _OTHER_BYTES: Final = 64 * 2**10
 """Largest body of a request that is neither a call nor an upload."""
@@ -54,10 +58,12 @@ class Guard:
             if not is_own_site(headers.get("host"), headers.get("origin")):
                 raise Failure(403, "without tokens, only programs on this machine may call, by its loopback address")
             return ANYBODY
-        if path == HEALTH_PATH:
+        if path in (HEALTH_PATH, ROOT_PATH):
             return ANYBODY
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        name = self._tokens.name_of(token.strip()) if scheme.lower() == "bearer" else None
+        if scheme.lower() != "bearer":
+            token = headers.get(_API_KEY_HEADER, "")
+        name = self._tokens.name_of(token.strip())
         if name is None:
             raise Failure(401, "a bearer token is needed, and it must be a valid one", code="invalid_api_key")
         return name

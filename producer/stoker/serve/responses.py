@@ -29,6 +29,11 @@ READ_BODY_S: Final = 60.0
 _IN_MEMORY_BYTES: Final = 16 * 2**10
 
 
+def id_headers(job_id: str) -> dict[str, str]:
+    """A call's id, as OpenAI and Anthropic name it."""
+    return {REQUEST_ID: job_id, "request-id": job_id}
+
+
 class Json(JSONResponse):
     """Writes half a surrogate pair, which a caller's text can have, as an escape instead of failing on it."""
 
@@ -46,6 +51,7 @@ def failed(endpoint: Endpoint | None, failure: Failure, headers: Mapping[str, st
         own["retry-after"] = str(failure.retry_after_s)
     if failure.status == 401:
         own["www-authenticate"] = "Bearer"
+    failure.request_id = (headers or {}).get(REQUEST_ID)
     body = failure.body if endpoint is None else endpoint.failure(failure)
     return Json(body, failure.status, headers={**(headers or {}), **own})
 

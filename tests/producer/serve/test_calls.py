@@ -357,7 +357,7 @@ def test_without_tokens_web_pages_of_other_sites_may_not_call(served, headers):
     [
         ("http://127.0.0.1:1/healthz", "evil.example", 200),
         ("HTTP://LOCALHOST/healthz?a=http://b/c", "evil.example", 200),
-        ("http://localhost", "127.0.0.1", 404),
+        ("http://localhost", "127.0.0.1", 200),
         ("http://evil.example/healthz", "127.0.0.1", 403),
         ("http://[::1/healthz", "127.0.0.1", 403),
         ("http:///healthz", "127.0.0.1", 403),
