@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from tests.chaos.crew import Breed
 from tests.chaos.invariants import FollowUp
-from tests.chaos.losses import Losses
 from tests.chaos.oracle import Oracle
 from tests.chaos.plan import PlannedJob
 from tests.chaos.restarting_server import RestartingServer
-from tests.chaos.storm import Storm
+from tests.chaos.storm import Breed, Losses, Storm
 from tests.chaos.traffic import Traffic
 from tests.support.dashboard_process import running_dashboard
 

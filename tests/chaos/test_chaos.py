@@ -7,10 +7,10 @@ timing of threads and machine. ``CHAOS=long`` is `make chaos`.
 import os
 
 import pytest
-from tests.chaos.crew import SHORT, Breed
-from tests.chaos.drawing import SCRIPTED, draw_jobs
 from tests.chaos.oracle import ScriptedOracle
+from tests.chaos.plan import SCRIPTED, draw_jobs
 from tests.chaos.play import Course, play
+from tests.chaos.storm import SHORT, Breed
 from tests.support.forked_worker import ForkServer
 from tests.support.server_fixture import require_server_program
 

@@ -6,13 +6,12 @@ Eighty jobs; the poison jobs kill their worker as soon as the engine has them. `
 import os
 
 import pytest
-from tests.chaos.crew import SHORT, Breed
-from tests.chaos.drawing import Mix, draw_jobs
 from tests.chaos.fresh_worker import start_fresh
 from tests.chaos.hooks import MLX_ENGINE
 from tests.chaos.oracle import ModelOracle
+from tests.chaos.plan import Mix, Shares, draw_jobs
 from tests.chaos.play import Course, play
-from tests.chaos.relations import Shares
+from tests.chaos.storm import SHORT, Breed
 from tests.support.server_fixture import require_server_program
 
 pytestmark = [

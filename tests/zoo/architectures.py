@@ -1,7 +1,7 @@
 """Every architecture of the installed mlx-lm: a tiny config for each, or the reason why it has none.
 
-Owns the list and the weights. The modules beside it hold the configs, by kind of layer. A name with a `+` is another
-config of the architecture before it.
+Owns the list and the weights; `configs.py` has the configs. A name with a `+` is another config of the architecture
+before it.
 """
 
 import re
@@ -10,11 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from tests.zoo.common import COMMON, Config
-from tests.zoo.experts import EXPERT
-from tests.zoo.plain import PLAIN
-from tests.zoo.recurrent import RECURRENT
-from tests.zoo.windows import WINDOWED
+from tests.zoo.configs import COMMON, EXPERT, PLAIN, RECURRENT, WINDOWED, Config
 
 ARCHITECTURES: Final[dict[str, Config]] = dict(sorted({**PLAIN, **EXPERT, **WINDOWED, **RECURRENT}.items()))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tests.worker.engine.layouts import prefix_of
-from tests.zoo.common import VOCABULARY
+from tests.zoo.configs import VOCABULARY
 from tests.zoo.specimen import Specimen, work
 
 from stoker_worker.ports import CompletedGeneration, GenerationWork

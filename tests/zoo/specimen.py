@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tests.worker.engine.layouts import Numbers
 from tests.zoo.architectures import config_of, make_model
-from tests.zoo.common import VOCABULARY
+from tests.zoo.configs import VOCABULARY
 
 from stoker_shared import build_request
 from stoker_worker.models.loading import context_tokens

@@ -7,8 +7,7 @@ import os
 
 import pytest
 from tests.zoo.architectures import ARCHITECTURES
-from tests.zoo.causes import cause_of
-from tests.zoo.models_page import PAGE, WIDEST, line, page
+from tests.zoo.models_page import PAGE, WIDEST, cause_of, line, page
 from tests.zoo.survey import survey_all
 
 pytestmark = [pytest.mark.mlx, pytest.mark.scheduled]
