@@ -16,7 +16,7 @@ from report import Report, columns, figure, say
 from stoker import Producer
 from stoker_worker.embedded_redis import EmbeddedServer
 from stoker_worker.ports import Busy
-from stoker_worker.queue.connect import open_queue
+from stoker_worker.queue.rq_queue import open_queue
 from stoker_worker.settings import read_settings
 
 STEPS_PER_S = 1000

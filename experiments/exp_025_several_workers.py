@@ -26,8 +26,8 @@ from stoker import Producer
 from stoker_shared.wire import LAST_KEY
 from stoker_worker.embedded_redis import EmbeddedServer
 from stoker_worker.ports import Busy
-from stoker_worker.queue.connect import open_queue
 from stoker_worker.queue.lease import OwnStore
+from stoker_worker.queue.rq_queue import open_queue
 from stoker_worker.settings import read_settings
 
 N_WORKERS = 4

@@ -21,7 +21,7 @@ from stoker_worker.engine.scripted import ScriptedEngine, ScriptedProvider
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.pipeline.worker import Worker
 from stoker_worker.ports import CompletedGeneration, LoadedModel
-from stoker_worker.queue.connect import open_queue
+from stoker_worker.queue.rq_queue import open_queue
 from stoker_worker.settings import read_settings
 
 RESULT = {"text": "hello"}

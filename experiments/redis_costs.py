@@ -12,9 +12,8 @@ from stoker import Producer
 from stoker_shared.wire import LAST_KEY
 from stoker_worker.ports import Busy, SequenceProgress
 from stoker_worker.queue.claim import Claimer
-from stoker_worker.queue.connect import open_queue
 from stoker_worker.queue.lease import Lease, OwnStore
-from stoker_worker.queue.rq_queue import RqQueue
+from stoker_worker.queue.rq_queue import RqQueue, open_queue
 from stoker_worker.settings import read_settings
 
 QUEUE = "generate"

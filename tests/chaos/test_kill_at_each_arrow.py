@@ -62,8 +62,8 @@ FAILS: dict[str, Any] = {"prompt": "fail so", "end": "failed", "attempt": None}
 ARROWS = {
     "claim: the next jobs are chosen": Arrow(RQ + "waiting:FairQueue.choose", "after", QUEUED),
     "claim: the id is moved": Arrow(RQ + "claim:Claimer.claim", "after", MOVED),
-    "start: before": Arrow(RQ + "start:StartTransaction.run", "before", MOVED),
-    "start: after": Arrow(RQ + "start:StartTransaction.run", "after", STARTED, attempt=2),
+    "start: before": Arrow(RQ + "claim:StartTransaction.run", "before", MOVED),
+    "start: after": Arrow(RQ + "claim:StartTransaction.run", "after", STARTED, attempt=2),
     "start: a job that is refused": Arrow(
         FINISH + "fail",
         "before",
@@ -111,10 +111,10 @@ ARROWS = {
     ),
     "stop command: before": Arrow(FINISH + "stop", "before", STARTED, 2, 2, act="stop"),
     "stop command: after": Arrow(FINISH + "stop", "after", ["failed"], 1, None, "stopped", act="stop"),
-    "give back: before": Arrow(RQ + "requeue:Requeue.__call__", "before", STARTED, 2, 2, act="terminate"),
-    "give back: after": Arrow(RQ + "requeue:Requeue.__call__", "after", QUEUED, 2, 1, act="terminate"),
-    "scheduler: before": Arrow(RQ + "scheduler:Scheduler._enqueue_plain", "before", ["scheduled"], act="due"),
-    "scheduler: after": Arrow(RQ + "scheduler:Scheduler._enqueue_plain", "after", QUEUED, act="due"),
+    "give back: before": Arrow(RQ + "end:Requeue.__call__", "before", STARTED, 2, 2, act="terminate"),
+    "give back: after": Arrow(RQ + "end:Requeue.__call__", "after", QUEUED, 2, 1, act="terminate"),
+    "scheduler: before": Arrow(RQ + "housekeeping:Scheduler._enqueue_plain", "before", ["scheduled"], act="due"),
+    "scheduler: after": Arrow(RQ + "housekeeping:Scheduler._enqueue_plain", "after", QUEUED, act="due"),
 }
 
 
@@ -249,7 +249,7 @@ def test_a_recovery_that_is_killed_is_finished_by_the_next_and_counts_one_worker
     scene.enqueue("victim", "victim", "x", 150)
     first.wait_for(lambda: scene.job("victim").get_status() == "started")
     first.kill()
-    hooks = {"die": {"target": RQ + "requeue:Requeue.all", "when": when, "needles": ["victim"]}}
+    hooks = {"die": {"target": RQ + "end:Requeue.all", "when": when, "needles": ["victim"]}}
     second = scene.worker("second", hooks=hooks)
     assert second.wait() == -signal.SIGKILL, second.log
     assert [places(connection, name) for name in ("victim", "other-1", "other-2")] == [place] * 3

@@ -30,8 +30,8 @@ from tests.support.worker_process import running_worker
 from stoker import AsyncProducer, JobCanceled, JobFailed, Producer
 from stoker.cli import main
 from stoker_shared.wire import TASK_PATH
-from stoker_worker.queue.connect import open_queue
-from stoker_worker.queue.lost_jobs import LostJobs
+from stoker_worker.queue.recover import LostJobs
+from stoker_worker.queue.rq_queue import open_queue
 from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.server

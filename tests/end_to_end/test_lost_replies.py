@@ -22,7 +22,7 @@ from stoker_shared.errors import GenerationTimedOut, OwnershipLost, RedisUnavail
 from stoker_shared.wire import TASK_PATH
 from stoker_worker.ports import Busy
 from stoker_worker.queue.client import may_pass
-from stoker_worker.queue.connect import open_queue
+from stoker_worker.queue.rq_queue import open_queue
 from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.server

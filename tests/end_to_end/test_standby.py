@@ -14,8 +14,8 @@ from tests.worker.queue.looking import LEASE
 
 from stoker import Producer
 from stoker_shared.errors import RedisUnavailable
-from stoker_worker.queue.connect import open_queue
 from stoker_worker.queue.registration import RqRegistration
+from stoker_worker.queue.rq_queue import open_queue
 from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.server

@@ -10,7 +10,7 @@ from tests.worker.pipeline.stages import PlayedStore
 from stoker import Producer
 from stoker_worker.engine.scripted import ScriptedProvider
 from stoker_worker.pipeline.worker import Worker
-from stoker_worker.queue.connect import open_queue
+from stoker_worker.queue.rq_queue import open_queue
 from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.server

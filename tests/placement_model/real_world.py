@@ -54,11 +54,10 @@ from stoker_worker.memory.replica.versions import SharedVersion, Versions, numbe
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.pipeline.worker import Worker
 from stoker_worker.process_identity import ProcessIdentity
-from stoker_worker.queue.claimed_job import RqClaimedJob
-from stoker_worker.queue.connect import open_queue
+from stoker_worker.queue.end import RqClaimedJob
 from stoker_worker.queue.lease import OwnStore
 from stoker_worker.queue.registration import RqRegistration
-from stoker_worker.queue.rq_queue import RqQueue
+from stoker_worker.queue.rq_queue import RqQueue, open_queue
 from stoker_worker.settings import read_settings
 
 SETTINGS = {"lease_ttl_s": rule.LEASE, "heartbeat_s": 2, "poll_s": 1, "recover_s": 3, "patience_s": rule.PATIENCE}

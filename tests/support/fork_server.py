@@ -19,7 +19,7 @@ from stoker.cli import main as producer_main
 from stoker_worker.cli.main import main as worker_main
 
 USED_BY_RUN = ("cli.log_lines", "engine.provider", "engine.scripted", "memory.store", "metrics.watch",
-               "pipeline.worker", "queue.connect", "settings")  # fmt: skip
+               "pipeline.worker", "queue.rq_queue", "settings")  # fmt: skip
 """`run` imports these when it needs them, which takes half a second."""
 
 

@@ -7,7 +7,7 @@ from click.testing import CliRunner
 from pydantic import ValidationError
 
 from stoker_worker.cli.main import main
-from stoker_worker.queue.connect import _STANDBY_POLL_S
+from stoker_worker.queue.client import STANDBY_POLL_S
 from stoker_worker.settings import WorkerSettings, read_settings, settings_in_force
 
 
@@ -57,7 +57,7 @@ def test_a_lease_shorter_than_four_looks_is_refused():
 
 def test_a_standby_elsewhere_takes_over_within_5_s_by_default():
     """The holder may have renewed its lease just before it died, and the standby have looked just before it ran out."""
-    assert read_settings({}).lease_ttl_s + _STANDBY_POLL_S < 5
+    assert read_settings({}).lease_ttl_s + STANDBY_POLL_S < 5
 
 
 def test_options_win_over_the_environment_and_the_environment_over_defaults(monkeypatch):

@@ -256,7 +256,7 @@ def _redis_answers(redis_url: str, closing: ExitStack, found: "list[Redis]") -> 
         found: gets the connection once the server has answered.
     """
     from stoker_worker.embedded_redis import EmbeddedServer
-    from stoker_worker.queue.connect import connect
+    from stoker_worker.queue.client import connect
 
     where = mask_url(redis_url)
     try:

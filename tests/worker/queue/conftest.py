@@ -9,8 +9,8 @@ from tests.support.server_fixture import connection, producer  # noqa: F401
 from tests.worker.queue.members import claim
 
 from stoker_worker.ports import Serving
-from stoker_worker.queue.connect import open_queue
 from stoker_worker.queue.lease import OwnStore
+from stoker_worker.queue.rq_queue import open_queue
 from stoker_worker.settings import read_settings
 
 

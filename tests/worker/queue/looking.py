@@ -3,7 +3,7 @@
 from redis import Redis
 
 from stoker_shared.wire import CLAIMED_KEY, FENCE_KEY, LEASE_KEY
-from stoker_worker.queue.connect import usual_name
+from stoker_worker.queue.rq_queue import usual_name
 
 MEMBER = usual_name()
 LEASE = LEASE_KEY.format(member=MEMBER)

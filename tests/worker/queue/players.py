@@ -21,7 +21,7 @@ from stoker_shared.wire import TASK_PATH
 from stoker_worker.engine.scripted import ScriptedProvider
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.pipeline.worker import Worker
-from stoker_worker.queue.connect import open_queue
+from stoker_worker.queue.rq_queue import open_queue
 from stoker_worker.settings import read_settings
 
 WAIT = "go on until somebody ends it"

@@ -15,7 +15,7 @@ from stoker_shared.errors import ContextLimitExceeded, EngineFailed, OwnershipLo
 from stoker_shared.result import Attempt
 from stoker_shared.trust import Counts
 from stoker_shared.wire import ENDED_KEY, FIELD_TRIED, TASK_PATH, TRUST_KEY
-from stoker_worker.queue.claimed_job import RqClaimedJob
+from stoker_worker.queue.end import RqClaimedJob
 
 pytestmark = pytest.mark.server
 

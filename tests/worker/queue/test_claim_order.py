@@ -13,7 +13,7 @@ from tests.worker.queue.looking import CLAIMED, FENCE, LEASE, MEMBER, taken_over
 from stoker_shared.errors import RedisUnavailable
 from stoker_shared.wire import CLAIMED_KEY, FIELD_AGENT, FIELD_ATTEMPTS, FIELD_LOST_ALONE
 from stoker_worker.ports import Busy
-from stoker_worker.queue.connect import open_queue
+from stoker_worker.queue.rq_queue import open_queue
 from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.server

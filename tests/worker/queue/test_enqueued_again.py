@@ -13,7 +13,7 @@ from tests.worker.queue.looking import places
 from stoker_shared.errors import OwnershipLost
 from stoker_shared.wire import FIELD_ATTEMPTS, TASK_PATH
 from stoker_worker.ports import Busy
-from stoker_worker.queue.connect import open_queue
+from stoker_worker.queue.rq_queue import open_queue
 from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.server

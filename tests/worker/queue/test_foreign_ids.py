@@ -14,8 +14,8 @@ from tests.worker.queue.looking import CLAIMED
 from stoker import JobFailed, JobNotFound, Producer
 from stoker_shared.errors import RedisUnavailable
 from stoker_worker.ports import Busy
-from stoker_worker.queue.connect import open_queue
-from stoker_worker.queue.lost_jobs import LostJobs
+from stoker_worker.queue.recover import LostJobs
+from stoker_worker.queue.rq_queue import open_queue
 from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.server

@@ -17,8 +17,8 @@ from tests.worker.queue.processes import a_dead_process
 from stoker_shared.errors import QueueHeld
 from stoker_shared.wire import FENCE_KEY, LEASE_KEY, MEMBERS_KEY
 from stoker_worker.process_identity import ProcessIdentity
-from stoker_worker.queue.connect import _take_over, open_queue
 from stoker_worker.queue.lease import FENCE_KEPT_S, Lease
+from stoker_worker.queue.rq_queue import _take_over, open_queue
 from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.server
@@ -59,7 +59,7 @@ def test_a_standby_logs_the_holder_once(connection, monkeypatch, caplog):
         if len(looks) == 5:
             connection.delete(LEASE)
 
-    monkeypatch.setattr("stoker_worker.queue.connect.time.sleep", look_again)
+    monkeypatch.setattr("stoker_worker.queue.rq_queue.time.sleep", look_again)
     nobody: Any = SimpleNamespace(sign_on=lambda: None, connection=connection)
     _take_over(lease(connection, "second"), nobody, standby=True)
     assert len(looks) == 5

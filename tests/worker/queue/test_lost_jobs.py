@@ -15,7 +15,7 @@ from stoker_shared.errors import EngineFailed
 from stoker_shared.wire import TASK_PATH
 from stoker_worker.periodic import Periodic
 from stoker_worker.ports import Busy
-from stoker_worker.queue.lost_jobs import LostJobs
+from stoker_worker.queue.recover import LostJobs
 
 pytestmark = pytest.mark.server
 

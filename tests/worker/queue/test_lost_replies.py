@@ -18,7 +18,7 @@ from stoker_shared.errors import OwnershipLost
 from stoker_shared.wire import TASK_PATH
 from stoker_worker.ports import Busy
 from stoker_worker.queue.client import may_pass
-from stoker_worker.queue.connect import open_queue
+from stoker_worker.queue.rq_queue import open_queue
 from stoker_worker.settings import read_settings
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from stoker_shared.wire import LEASE_KEY
-from stoker_worker.queue.lease import Lease
-from stoker_worker.queue.members import Members
+from stoker_worker.queue.lease import Lease, Members
 
 pytestmark = pytest.mark.server
 

@@ -16,8 +16,8 @@ from tests.worker.queue.processes import a_dead_process
 from stoker_shared.errors import QueueHeld, StoreUnusable
 from stoker_shared.wire import FENCE_KEY, LEASE_KEY, MEMBERS_KEY, SERVED_KEY, STORE_KEY
 from stoker_worker.queue.client import lua
-from stoker_worker.queue.connect import _take_over, open_queue
 from stoker_worker.queue.lease import Lease, OwnStore
+from stoker_worker.queue.rq_queue import _take_over, open_queue
 from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.server
@@ -209,7 +209,7 @@ def stand_by(lease):
 
 @pytest.mark.parametrize("end", ["leaves", "dies"])
 def test_a_standby_takes_the_queue_when_its_worker_leaves_or_dies(join, worker, crash, monkeypatch, caplog, end):
-    monkeypatch.setattr("stoker_worker.queue.connect._STANDBY_POLL_S", 0.02)
+    monkeypatch.setattr("stoker_worker.queue.rq_queue.STANDBY_POLL_S", 0.02)
     caplog.set_level("INFO")
     first, second = join("a"), worker("b")
     thread = stand_by(second)

@@ -18,7 +18,7 @@ from stoker_shared.answer_parts import Markers
 from stoker_shared.errors import EngineFailed, InvalidRequest, OwnershipLost
 from stoker_shared.wire import FIELD_STREAM, STREAM_KEY, TASK_PATH
 from stoker_worker.ports import Busy, ClaimedJob, QueuePort, SequenceProgress, Serving, TextSoFar
-from stoker_worker.queue.connect import open_queue
+from stoker_worker.queue.rq_queue import open_queue
 from stoker_worker.queue.waiting import MOST_PASSED
 from stoker_worker.settings import read_settings
 

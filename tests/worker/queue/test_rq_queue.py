@@ -19,9 +19,9 @@ from tests.worker.queue.looking import CLAIMED, LEASE, places, taken_over
 from stoker_shared.errors import EngineFailed, GenerationTimedOut, JobFailed, OwnershipLost, RedisUnavailable
 from stoker_shared.wire import ENDED_KEY, FIELD_ATTEMPTS, TASK_PATH
 from stoker_worker.ports import Busy
-from stoker_worker.queue.connect import open_queue
+from stoker_worker.queue.end import Claim, Requeue
 from stoker_worker.queue.ownership import EndedNote
-from stoker_worker.queue.requeue import Claim, Requeue
+from stoker_worker.queue.rq_queue import open_queue
 from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.server

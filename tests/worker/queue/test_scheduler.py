@@ -15,7 +15,7 @@ from tests.worker.queue.looking import places, taken_over
 from stoker_shared.errors import EngineFailed, RedisUnavailable
 from stoker_shared.wire import TASK_PATH
 from stoker_worker.ports import Busy
-from stoker_worker.queue.connect import open_queue
+from stoker_worker.queue.rq_queue import open_queue
 from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.server
@@ -27,7 +27,7 @@ REQUEST = {"agent_id": "a", "prompt": "x"}
 @pytest.fixture(autouse=True)
 def long_steps(monkeypatch):
     """Let one step enqueue all due jobs, on a busy machine too."""
-    monkeypatch.setattr("stoker_worker.queue.scheduler._STEP_S", 10)
+    monkeypatch.setattr("stoker_worker.queue.housekeeping._STEP_S", 10)
 
 
 def later(plain, **options):
@@ -60,7 +60,7 @@ def test_due_jobs_are_enqueued_once_in_the_order_of_their_times_and_the_rest_wai
 @pytest.mark.parametrize("n_limited", [0, 3])
 def test_thousands_of_due_jobs_are_enqueued_in_steps_without_a_pause(connection, plain, queue, monkeypatch, n_limited):
     """Each step is short, because its thread also watches the running jobs, and the next step follows at once."""
-    monkeypatch.setattr("stoker_worker.queue.scheduler._STEP_S", 0)
+    monkeypatch.setattr("stoker_worker.queue.housekeeping._STEP_S", 0)
     ids = [f"job-{n}" for n in range(1000)]
     with connection.pipeline() as pipeline:
         for n, job_id in enumerate(ids):

@@ -9,7 +9,7 @@ from stoker_shared.answer_parts import Edge, Markers
 from stoker_shared.errors import RedisUnavailable
 from stoker_worker.ports import Busy, TextSoFar
 from stoker_worker.queue import progress as streams
-from stoker_worker.queue.connect import open_queue
+from stoker_worker.queue.rq_queue import open_queue
 from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.server

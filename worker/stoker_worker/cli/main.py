@@ -83,7 +83,7 @@ def _run(settings: "WorkerSettings") -> None:
     from stoker_worker.memory.store import AgentCacheStore
     from stoker_worker.metrics.watch import Watch
     from stoker_worker.pipeline.worker import Worker
-    from stoker_worker.queue.connect import open_queue
+    from stoker_worker.queue.rq_queue import open_queue
     from stoker_worker.settings import EMBEDDED
 
     log.info("settings: %s", settings.describe())

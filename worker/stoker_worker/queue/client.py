@@ -1,16 +1,19 @@
-"""Calls to Redis: the text of scripts, which errors pass by themselves, so that trying again helps, and an end for
-calls that wait for a server which hangs. Owns nothing; any thread.
+"""Redis as this package uses it: connecting, the text of scripts, which errors pass by themselves, so that trying again
+helps, and an end for calls that wait for a server which hangs. Owns nothing; any thread.
 """
 
+import logging
 import re
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.resources import files
 from typing import Final
 
-from redis import Connection, ConnectionPool
+from redis import Connection, ConnectionPool, Redis
+from redis.backoff import NoBackoff
 from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
@@ -21,9 +24,17 @@ from redis.exceptions import (
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.retry import Retry
 
 from stoker_shared.errors import RedisUnavailable
-from stoker_shared.text import message_line
+from stoker_shared.text import mask_text, mask_url, message_line, refusal_line
+
+log = logging.getLogger(__name__)
+
+_MIN_SERVER: Final = (6, 2, 0)
+STANDBY_POLL_S: Final = 0.5
+_TIMEOUT_S: Final = 25.0
+"""A server that hangs must not hang a thread for ever; RQ would raise a lower limit."""
 
 _HUNG_UP_S: Final = 0.5
 _AWAY: Final = (RedisConnectionError, RedisTimeoutError, RedisUnavailable, OutOfMemoryError, ReadOnlyError)
@@ -65,6 +76,80 @@ def reason_of(error: RedisError) -> str:
         return f"Redis is away: {text.rstrip('.') or type(error).__name__}"
     found = _CANNOT_WRITE_NOW.match(text)
     return f"Redis refuses to write: {text[found.start(2) :] if found else text}".rstrip(".")
+
+
+def connect(redis_url: str, *, wait: bool = False) -> Redis:
+    """
+    Args:
+        wait: for a server that is away or cannot work just now, instead of giving up.
+
+    Raises:
+        RedisUnavailable: as for `open_queue`; the message never holds the password.
+    """
+    shown = mask_url(redis_url)
+    try:
+        connection = client_of(redis_url, timeout_s=_TIMEOUT_S)
+    except (ValueError, TypeError):
+        # The parser's own text can quote a piece of the password.
+        raise RedisUnavailable(f"{shown} is not a Redis URL: redis://[[user]:password@]host[:port][/db]") from None
+    try:
+        version = tuple(int(part) for part in _version(connection, wait=wait).split(".")[:3])
+    except (AuthenticationError, ResponseError) as error:
+        raise RedisUnavailable(f"{shown} refused this worker: {without_password(error, connection)}") from None
+    except (RedisError, ValueError, OSError) as error:
+        raise RedisUnavailable(f"no Redis at {shown}: {without_password(error, connection)}") from None
+    if version < _MIN_SERVER:
+        raise RedisUnavailable(f"{shown} is version {'.'.join(map(str, version))}; 6.2 or newer is needed")
+    _warn_if_forgetful(connection, shown)
+    return connection
+
+
+def client_of(redis_url: str, *, timeout_s: float) -> Redis:
+    """Without hidden retries: a transaction whose reply was lost may have been carried out, and every caller here looks
+    before it tries again."""
+    return Redis.from_url(
+        redis_url,
+        retry=Retry(NoBackoff(), 0),
+        socket_timeout=timeout_s,
+        socket_connect_timeout=min(5.0, timeout_s),
+        socket_keepalive=True,
+    )
+
+
+def _version(connection: Redis, *, wait: bool) -> str:
+    said = ""
+    while True:
+        try:
+            return str(connection.info("server")["redis_version"])
+        except RedisError as error:
+            if not (wait and may_pass(error)) or isinstance(error, AuthenticationError):
+                raise
+            said = say_once(error, said)
+        time.sleep(STANDBY_POLL_S)
+
+
+def say_once(error: RedisError, said: str) -> str:
+    kind = type(error).__name__
+    if kind != said:
+        log.warning("standing by: %s", reason_of(error))
+    return kind
+
+
+def without_password(error: Exception, connection: Redis) -> str:
+    return mask_text(refusal_line(error), connection.connection_pool.connection_kwargs.get("password"))
+
+
+def _warn_if_forgetful(connection: Redis, shown: str) -> None:
+    try:
+        # Not by CONFIG, which needs a right to read it, passwords and all.
+        persistence, memory = connection.info("persistence"), connection.info("memory")
+    except RedisError:  # it went away just now; this is only advice
+        return
+    if not persistence.get("aof_enabled", 1):
+        log.warning("%s keeps no append-only file: queued jobs are lost when it restarts", shown)
+    policy = memory.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        log.warning("%s may evict keys (%s): jobs can vanish", shown, policy)
 
 
 @contextmanager

@@ -1,10 +1,11 @@
-"""Ends jobs with RQ's own transactions, once, and only while they are ours. Finisher threads (fetcher: refused jobs).
+"""Ends jobs, once, and only while they are ours. Finisher threads (fetcher: refused jobs).
 
-Owns the guarantee that an end is written once and that all its follow-ups are done, whichever reply got lost. Both of
-RQ's transactions begin with a check that the run is ours, and end with a note. A worker that finds the note has written
-the end before, and goes on with the follow-ups. RQ calls `OwnedQueue.move_dependents_to_ready` in the transaction of a
-success, and `JsonJob.before_end` in that of a failure; both check. It calls `RqRegistration.cleanup_execution` last,
-and that calls `JsonJob.at_end`, which writes the note.
+`RqClaimedJob` is a job in flight, which ends itself. `Requeue` puts a job back at the front of its queue; `JobFinish`
+writes the other ends with RQ's own transactions. It owns the guarantee that an end is written once and that all its
+follow-ups are done, whichever reply got lost. Both of RQ's transactions begin with a check that the run is ours, and
+end with a note. A worker that finds the note has written the end before, and goes on with the follow-ups. RQ calls
+`OwnedQueue.move_dependents_to_ready` in the transaction of a success, and `JsonJob.before_end` in that of a failure;
+both check. It calls `RqRegistration.cleanup_execution` last, and that calls `JsonJob.at_end`, which writes the note.
 
 `FollowUp` enqueues the jobs that waited for an end, passes on its place under a rate limit, and removes the note. Every
 step may be done twice, so a thread that cannot tell whether a step was done does it again: the thread that ended the
@@ -18,9 +19,11 @@ import time
 import zlib
 from base64 import b64encode
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Set
-from contextlib import suppress
-from typing import Any, Final, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, Literal, cast
 
 from redis import Redis
 from redis.client import Pipeline
@@ -37,16 +40,27 @@ from rq.utils import now, utcformat
 
 from stoker_shared.errors import InvalidRequest, OwnershipLost, RedisUnavailable, RequestError, StokerError
 from stoker_shared.text import message_line
-from stoker_shared.wire import CLAIMED_KEY, DEFAULT_FAILURE_TTL_S, DEFAULT_RESULT_TTL_S, ENDED_KEY, META_PARTIAL
+from stoker_shared.wire import (
+    CLAIMED_KEY,
+    DEFAULT_FAILURE_TTL_S,
+    DEFAULT_RESULT_TTL_S,
+    ENDED_KEY,
+    FIELD_ATTEMPTS,
+    FIELD_DELIVERY,
+    FIELD_LOST_ALONE,
+    META_PARTIAL,
+)
+from stoker_worker.events import log_job
 from stoker_worker.placement.placement import Placement
-from stoker_worker.queue.cascade import Cascade
-from stoker_worker.queue.client import lua, may_pass
+from stoker_worker.ports import ClaimedJob
+from stoker_worker.queue.cascade import Cascade, CheckOutcome, verdict_after, verdict_on
+from stoker_worker.queue.client import as_redis_unavailable, lua, may_pass
+from stoker_worker.queue.in_flight import JobsInFlight
 from stoker_worker.queue.json_job import OF_THE_RUN, JobRun, JsonJob, raw
 from stoker_worker.queue.lease import Lease
 from stoker_worker.queue.ownership import End, EndedNote, Ownership
 from stoker_worker.queue.progress import JobStreams, ProgressMeta, read_meta, without_progress
 from stoker_worker.queue.registration import RqRegistration
-from stoker_worker.queue.requeue import Requeue
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +69,96 @@ _TRIES: Final = 3  # a heartbeat may have been on its way to the execution when 
 _ENQUEUE_TRIES: Final = 50  # each fails when any thread makes another job of the queue ready, or enqueues it, just then
 _READY: Final = JobStatus.READY_TO_ENQUEUE.value.encode()
 _OVER: Final = (JobStatus.FAILED.value.encode(), JobStatus.FINISHED.value.encode())
+_FOR_EVER_S: Final = 366 * 86_400.0
+_MARGIN_S: Final = 3600.0
+"""Longer than any lease, and than the clocks of two machines differ."""
+
+FOREIGN_ID: Final = InvalidRequest(
+    "job_id: RQ reads only ids of letters, digits, '-' and '_'; enqueue the job under such an id"
+)
+# A key of another type, a number that is none, a time that no clock reaches. Other replies are about the server, as a
+# right that is missing, and are no job's fault.
+_OF_THE_DATA: Final = re.compile(r"\bWRONGTYPE\b|\b(hash )?value is (not|out of)\b|\binvalid expire\b")
+Outcome = Literal["requeued", "waits", "ended"]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A job id that was taken out of its queue.
+
+    Attributes:
+        execution: ``None`` for a job that was claimed but not started.
+        claimed_key: the list with its id then, if it is not that of the member in whose name the job is put back.
+        worker_lost: its worker is gone; otherwise it is this worker's own, and counts no loss.
+        alone: no other job was in flight beside it.
+    """
+
+    job_id: str
+    queue: str
+    execution: Execution | None
+    worker_lost: bool = False
+    alone: bool = False
+    claimed_key: str | None = None
+
+
+class Requeue:
+    """Puts jobs back, each in one step, for the holder of a lease: its own jobs, or those of the dead member whose
+    lease it has."""
+
+    def __init__(self, connection: Redis, lease: Lease) -> None:
+        self._connection = connection
+        self._lease = lease
+        self._script = connection.register_script(lua("delivery", "requeue"))
+
+    def __call__(self, claim: Claim, *, counts_as_attempt: bool) -> Outcome:
+        """
+        Returns:
+            ``requeued``; ``waits`` if the job is in its queue already, as after a lost reply; ``ended`` if there was
+            nothing to put back, or the lease is not ours any more.
+        """
+        outcome: Outcome = self._run(claim, self._connection, counts_as_attempt=counts_as_attempt).decode()
+        return outcome
+
+    def all(self, claims: Sequence[Claim]) -> int:
+        """Put several back in one transaction; returns how many were put back.
+
+        If only some were put back, the next recovery would count the rest as the only jobs that had run side by side.
+        """
+        if not claims:
+            return 0
+        with self._connection.pipeline(transaction=True) as pipeline:
+            for claim in claims:
+                self._run(claim, pipeline, counts_as_attempt=claim.worker_lost)
+            return pipeline.execute().count(b"requeued")
+
+    def _run(self, claim: Claim, client: Redis, *, counts_as_attempt: bool) -> Any:
+        queue_key = Queue(claim.queue, connection=self._connection).key
+        execution = claim.execution
+        member = execution.composite_key if execution else ""
+        keys: list[str | bytes] = [
+            queue_key,
+            claim.claimed_key or CLAIMED_KEY.format(queue=claim.queue, member=self._lease.member),
+            StartedJobRegistry(claim.queue, connection=self._connection).key,
+            raw(Job.key_for(claim.job_id)),
+            execution.key if execution else "",
+            raw(ExecutionRegistry(claim.job_id, connection=self._connection).key),
+            WORKER_EXECUTIONS_KEY_TEMPLATE.format(execution.worker_name if execution else ""),
+            self._lease.keys[0],
+        ]
+        args: list[str | bytes | int] = [
+            raw(claim.job_id),
+            member,
+            execution.id if execution else "",
+            int(counts_as_attempt),
+            FIELD_ATTEMPTS,
+            self._lease.value,
+            Queue.redis_queue_namespace_prefix,
+            FIELD_DELIVERY,
+            claim.queue,
+            FIELD_LOST_ALONE,
+            int(claim.alone),
+        ]
+        return self._script(keys=keys, args=args, client=client)
 
 
 class FollowUp:
@@ -154,15 +258,6 @@ class FollowUp:
             if not isinstance(reply, Exception) and reply[0] == _READY and reply[1]:
                 ready[reply[1].decode()].append(job_id)
         return ready
-
-
-FOREIGN_ID: Final = InvalidRequest(
-    "job_id: RQ reads only ids of letters, digits, '-' and '_'; enqueue the job under such an id"
-)
-
-# A key of another type, a number that is none, a time that no clock reaches. Other replies are about the server, as a
-# right that is missing, and are no job's fault.
-_OF_THE_DATA: Final = re.compile(r"\bWRONGTYPE\b|\b(hash )?value is (not|out of)\b|\binvalid expire\b")
 
 
 def is_the_jobs(error: BaseException) -> bool:
@@ -502,3 +597,131 @@ class JobFinish:
         finally:  # as with repeats
             rq_job.retries_left, self._registration._stopped_job_id = retries_left, None
             rq_job.before_end = rq_job.at_end = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RqClaimedJob(ClaimedJob):
+    """See `ClaimedJob` for the methods.
+
+    It stays in flight until it is released, so recovery leaves it alone while it is being ended.
+
+    Attributes:
+        ending: set once somebody ends the job. The heartbeat then leaves its run alone: each beat would undo the
+            transaction that is on its way.
+        saves: set once this run begins to save its turn.
+    """
+
+    run: JobRun = field(repr=False)
+    ends: JobFinish = field(repr=False)
+    in_flight: "JobsInFlight[RqClaimedJob]" = field(repr=False)
+    ending: threading.Event = field(default_factory=threading.Event, repr=False)
+    saves: threading.Event = field(default_factory=threading.Event, repr=False)
+
+    @property
+    def lives_s(self) -> float:
+        ttl_s = self.run.job.get_result_ttl(DEFAULT_RESULT_TTL_S)
+        return _MARGIN_S + (ttl_s if 0 <= ttl_s < _FOR_EVER_S else _FOR_EVER_S)
+
+    @property
+    def moved_from(self) -> str | None:
+        """This worker's own name is none: it was started anew."""
+        return None if super().moved_from == self.ends.ownership.member else super().moved_from
+
+    @as_redis_unavailable()
+    def is_ours(self) -> bool:
+        return self.ends.ownership.of(self.run) == "ours"
+
+    @as_redis_unavailable()
+    def begin_save(self) -> None:
+        self.saves.set()
+        with self._lost_is_told():
+            ownership = self.ends.ownership
+            if ownership.of(self.run, saves=True) != "ours" or not ownership.lease.has_a_turn():
+                raise OwnershipLost(f"job {self.job_id} is no longer this worker's")
+
+    @as_redis_unavailable()
+    def finish(self, result: Mapping[str, Any]) -> bool:
+        self.ending.set()
+        also = None
+        if (verdict := verdict_on(self.run.job, self.request, result)) is not None:
+            if self._goes_on(verdict):
+                return False
+            result, also = {**result, **verdict.as_fields()}, partial(self.ends.cascade.count, verdict=verdict)
+        with self._lost_is_told():
+            self.ends.finish(self.run, result, also)
+        self.ends.streams.close(self.claim_number, ended=True)
+        return True
+
+    @as_redis_unavailable()
+    def fail(self, error: Exception, partial_text: str | None = None, *, may_retry: bool = True) -> bool:
+        self.ending.set()
+        verdict = verdict_after(self.run.job, self.request, error)
+        if verdict is not None and self._goes_on(verdict):
+            return False
+        with self._lost_is_told():
+            self.ends.fail(self.run, error, partial_text=partial_text, may_retry=may_retry)
+        self.ends.streams.close(self.claim_number, ended=True)
+        return True
+
+    @as_redis_unavailable()
+    def stop(self) -> None:
+        self.ending.set()
+        if not self.ends.stop(self.run):
+            self.ends.ownership.refuse_if_lost(self.run, self.claim_number)
+            self._clear_progress()
+        self.ends.streams.close(self.claim_number, ended=True)
+
+    @as_redis_unavailable()
+    def give_back(self, *, counts_as_attempt: bool, alone: bool = False) -> bool:
+        may_be_saved = self.was_saving or self.saves.is_set()  # then the next run tells
+        if self.in_flight.is_to_stop(self.job_id) and not may_be_saved:  # nobody else knows of it
+            with suppress(OwnershipLost):
+                self.stop()
+            return False
+        self.ending.set()
+        try:
+            claim = Claim(self.job_id, self.queue, self.run.execution, alone=alone)
+            if self.ends.requeue(claim, counts_as_attempt=counts_as_attempt) == "ended":
+                self.ends.ownership.let_go(self.run)
+                return False
+            self._clear_progress()
+            return True
+        finally:
+            self.ends.streams.close(self.claim_number, ended=False)
+
+    @as_redis_unavailable()
+    def drop(self) -> None:
+        try:
+            self.ends.ownership.let_go(self.run)
+        finally:
+            self.ends.streams.close(self.claim_number, ended=False)
+
+    def release(self) -> None:
+        self.in_flight.remove(self)
+        self.ends.streams.close(self.claim_number, ended=False)  # last: `withdrawn` opens streams of jobs in flight
+
+    def _goes_on(self, verdict: CheckOutcome) -> bool:
+        """Send the job on to the next model, unless there is none, or its stop was asked for."""
+        if verdict.next is None or self.in_flight.is_to_stop(self.job_id):
+            return False
+        self._clear_progress()
+        try:
+            with self._lost_is_told():
+                self.ends.cascade.go_on(self.run, verdict, verdict.next)
+        finally:
+            self.ends.streams.close(self.claim_number, ended=False)
+        condition = (verdict.attempts[-1].reason or "").partition(":")[0]  # the rest may quote the request
+        log_job("escalated", self.job_id, agent=self.request.agent_id, reason=condition, to=verdict.next.model)
+        return True
+
+    @contextmanager
+    def _lost_is_told(self) -> Iterator[None]:
+        try:
+            yield
+        except OwnershipLost:
+            self.ends.ownership.refuse_if_lost(self.run, self.claim_number)
+            raise
+
+    def _clear_progress(self) -> None:
+        if self.run.job.has_progress:
+            self.ends.progress.clear(self.run.job.key)

@@ -1,34 +1,53 @@
 """The queue adapter: `QueuePort` in RQ's terms. One round trip asks about all jobs in flight.
 
 Does not decide how many jobs are claimed (the fetcher does), nor which ones (claim.py); a claimed job ends itself
-(claimed_job.py). `QueuePort` has the threads. No lock is held while Redis is asked.
+(end.py). `QueuePort` has the threads. No lock is held while Redis is asked. `open_queue` makes it on the main thread:
+connection, lease and registration, which are closed in reverse.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Final
 
 from redis import Redis
+from redis.exceptions import RedisError
 from rq.job import JobStatus
 from rq.queue import Queue
 from rq.suspension import is_suspended
 
+from stoker_shared.errors import QueueHeld, RedisUnavailable
+from stoker_shared.text import mask_url
 from stoker_worker.placement.placement import Placement
 from stoker_worker.ports import Busy, ClaimedJob, DataLoss, QueuePort, SequenceProgress, Serving, TextSoFar
-from stoker_worker.queue.claim import Claimer, ClaimOrder
-from stoker_worker.queue.claimed_job import RqClaimedJob
-from stoker_worker.queue.client import as_redis_unavailable, hang_up, shorten
-from stoker_worker.queue.end import JobFinish
+from stoker_worker.queue.claim import Claimer, ClaimOrder, JobStart
+from stoker_worker.queue.client import (
+    STANDBY_POLL_S,
+    as_redis_unavailable,
+    client_of,
+    connect,
+    hang_up,
+    may_pass,
+    say_once,
+    shorten,
+    without_password,
+)
+from stoker_worker.queue.depths import QueueDepths
+from stoker_worker.queue.end import JobFinish, RqClaimedJob
 from stoker_worker.queue.housekeeping import Housekeeping
 from stoker_worker.queue.in_flight import JobsInFlight
-from stoker_worker.queue.lease import Lease
-from stoker_worker.queue.members import Members
+from stoker_worker.queue.lease import NO_STORE, Lease, LostData, Members, OwnStore
 from stoker_worker.queue.ownership import Ownership
 from stoker_worker.queue.recover import Recoverer
-from stoker_worker.queue.registration import HeartbeatWriter, RqRegistration
-from stoker_worker.queue.start import JobStart
+from stoker_worker.queue.registration import HeartbeatWriter, RqRegistration, new_worker_name
+from stoker_worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
+
 
 _STARTED: Final = JobStatus.STARTED.value.encode()
 _LOADING: Final = SequenceProgress("loading")
@@ -236,3 +255,141 @@ class RqQueue(QueuePort):
             return
         if self._lease.announce({"model": serving.model, "loading": False}):
             self._to_announce = None
+
+
+EXECUTION_TTL_S: Final = 7 * 86_400
+"""How long RQ's own tools leave a started job alone: longer than a Mac sleeps or is down. Our own recovery does not
+wait for it."""
+
+
+_LOOK_TIMEOUT_S: Final = 1.0
+"""A health check has to be answered soon."""
+
+
+@dataclass(frozen=True)
+class OpenQueue:
+    registration: RqRegistration
+    rq_queue: RqQueue
+    depths: QueueDepths
+
+
+@contextmanager
+def open_queue(
+    settings: WorkerSettings, redis_url: str, *, store: OwnStore = NO_STORE, model: str = ""
+) -> Iterator[OpenQueue]:
+    """Be a member of the queues, and registered as an RQ worker, for as long as the context lasts.
+
+    A standby waits while another worker has its name or its queues, or Redis is away, instead of refusing.
+
+    Args:
+        store: the worker's.
+        model: the name of the one that the worker is going to load.
+
+    Raises:
+        RedisUnavailable: no server at the URL, it refuses us, or it is too old.
+        QueueHeld: another live worker has this name, or serves a queue that the two may not share.
+        StoreUnusable: the conversations of a queue are in another store, or another live worker has a copy of this one.
+    """
+    with ExitStack() as closing:
+        connection = connect(redis_url, wait=settings.standby)
+        closing.callback(connection.close)
+        in_flight = JobsInFlight[RqClaimedJob]()
+        lease, registration = _new_member(settings, connection, in_flight, store, model)
+        closing.callback(registration.unsubscribe)
+        _take_over_at(redis_url, lease, registration, standby=settings.standby)
+        log.info("worker %s holds %s, as %s", registration.name, settings.queues, lease.member)
+        # Two tries within the time that is left after a beat.
+        beating = client_of(redis_url, timeout_s=(settings.lease_ttl_s - settings.heartbeat_s) / 3)
+        closing.callback(beating.close)
+        rq_queue = RqQueue(
+            connection,
+            registration=registration,
+            lease=lease,
+            heartbeat=HeartbeatWriter(beating, registration, lease),
+            in_flight=in_flight,
+            patience_s=settings.patience_s,
+        )
+        closing.callback(_sign_off, rq_queue)
+        depths = QueueDepths(client_of(redis_url, timeout_s=_LOOK_TIMEOUT_S), settings.queue_names)
+        closing.callback(depths.close)
+        yield OpenQueue(registration, rq_queue, depths)
+
+
+def usual_name() -> str:
+    """This machine's, as far as it can be a member's name."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64] or "worker"
+
+
+def _sign_off(rq_queue: RqQueue) -> None:
+    try:
+        rq_queue.sign_off()
+    except RedisError as error:  # the server is gone; the lease expires by itself
+        log.warning("not signed off: %s", type(error).__name__)
+
+
+def _new_member(
+    settings: WorkerSettings, connection: Redis, in_flight: JobsInFlight[RqClaimedJob], store: OwnStore, model: str
+) -> tuple[Lease, RqRegistration]:
+    member = settings.name or store.name or usual_name()
+    registration = RqRegistration(
+        settings.queue_names,
+        connection,
+        name=new_worker_name(member),
+        worker_ttl_s=settings.lease_ttl_s,
+        execution_ttl_s=EXECUTION_TTL_S,
+        heartbeat_s=settings.heartbeat_s,
+        in_flight=in_flight,
+    )
+    lease = Lease(
+        connection,
+        member,
+        settings.queue_names,
+        worker_name=registration.name,
+        ttl_s=settings.lease_ttl_s,
+        store=store.name,
+        shared=store.shared,
+        has_agents=store.has_agents,
+        model=model,
+        new_store=settings.new_store,
+        lost_data=LostData(in_flight.snapshot),
+    )
+    return lease, registration
+
+
+def _take_over_at(redis_url: str, lease: Lease, registration: RqRegistration, *, standby: bool) -> None:
+    """Take over, or raise the errors of `open_queue`."""
+    try:
+        _take_over(lease, registration, standby=standby)
+    except RedisError as error:  # a replica, or an ACL that forbids a worker's commands
+        lease.release_quietly()
+        reason = without_password(error, registration.connection)
+        raise RedisUnavailable(f"{mask_url(redis_url)} refused this worker: {reason}") from None
+
+
+def _take_over(lease: Lease, registration: RqRegistration, *, standby: bool) -> None:
+    """Hold the queues and be registered, both or neither: a half-done take-over is undone, or expires by itself.
+
+    Raises:
+        QueueHeld: as for `open_queue`, and `standby` is not asked for.
+        StoreUnusable: as for `open_queue`.
+        RedisError: Redis is away, and `standby` is not asked for; or it refuses us.
+    """
+    said = ""
+    while True:
+        try:
+            lease.acquire(waits=standby)
+            registration.sign_on()
+            return
+        except QueueHeld as error:
+            if not standby:
+                raise
+            holder = str(error).partition(";")[0]  # the rest is the time left, which changes with each look
+            if holder != said:
+                log.info("standing by: %s", error)
+                said = holder
+        except RedisError as error:
+            if not (standby and may_pass(error)):
+                raise
+            lease.release_quietly()
+            said = say_once(error, said)
+        time.sleep(STANDBY_POLL_S)
