@@ -250,6 +250,7 @@ def _as_response_format(context: click.Context, parameter: click.Parameter, valu
 @_sampling("--prompt-logprobs", type=int, metavar="N",
            help="Also the prompt's log-probabilities, with those of the N likeliest tokens.")  # fmt: skip
 @_sampling("--prompt-logprobs-start", type=int, metavar="N", help="From the prompt's Nth token on, counted from 0.")
+@_sampling("--return-prompt", is_flag=True, default=None, help="Put the prompt's text and token ids into the result.")
 @_sampling("--max-reasoning-tokens", type=int, metavar="N", help="Most tokens of thinking.")
 @_form("--response-format", metavar="FORM", callback=_as_response_format,
        help="json_object, text, or OpenAI's response_format as a JSON object.")  # fmt: skip

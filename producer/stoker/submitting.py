@@ -83,6 +83,7 @@ class SubmitFields(ManyFields, total=False):
     top_logprobs: int | None
     prompt_logprobs: int | None
     prompt_logprobs_start: int
+    return_prompt: bool
     tools: Sequence[Mapping[str, Any]] | None
     tool_choice: str | Mapping[str, Any] | None
     parallel_tool_calls: bool

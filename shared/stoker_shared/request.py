@@ -263,6 +263,7 @@ class GenerationRequest(BaseModel):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     prompt_logprobs_start: Annotated[int, Field(ge=0)] = 0
+    return_prompt: bool = False
     tools: (
         Annotated[tuple[dict[str, Any], ...], Field(max_length=MOST_TOOLS, fail_fast=True), BeforeValidator(as_tuple)]
         | None
@@ -309,8 +310,6 @@ class GenerationRequest(BaseModel):
         return self
 
     def _output_fields_agree(self) -> None:
-        if self.max_tokens == 0 and self.prompt_logprobs is None:
-            raise ValueError("'max_tokens' 0 generates nothing, so it needs 'prompt_logprobs'")
         if self.access == "write" and (self.n > 1 or self.max_tokens == 0):
             raise ValueError("'n' above 1 and 'max_tokens' 0 add no turn to an agent: give cache 'read' or 'off'")
         if self.min_tokens > self.max_tokens:
@@ -349,6 +348,11 @@ class GenerationRequest(BaseModel):
     def offered_tools(self) -> tuple[dict[str, Any], ...]:
         """The tools that the model may call."""
         return () if self.tool_choice == "none" else self.tools or ()
+
+    @property
+    def only_counts(self) -> bool:
+        """True if nothing is wanted but the number of the prompt's tokens, or the prompt as the model would read it."""
+        return self.max_tokens == 0 and self.prompt_logprobs is None
 
     @property
     def is_formed(self) -> bool:

@@ -70,6 +70,17 @@ class PromptLogprobs(Record):
     content: list[TokenLogprob | None] = Field(default_factory=list)
 
 
+class ReturnedPrompt(Record):
+    """The prompt as the model read it: all its tokens, an agent's history and the chat template's included.
+
+    Attributes:
+        text: what the tokens decode to, control tokens included.
+    """
+
+    text: str
+    token_ids: list[int]
+
+
 class CalledFunction(Record):
     """`arguments` is JSON text, as at OpenAI."""
 
@@ -157,6 +168,7 @@ class GenerationResult(Choice):
     Attributes:
         model: the loaded model's name.
         attempt: 1, or more if a worker was lost with this job in flight.
+        prompt: of a job with `return_prompt`, else ``None``.
         choices: all choices of a job with `n` above 1, else ``None``.
         task: the class under which verdicts count, of a job with a check, a route or a `task`; else ``None``.
         attempts: of a job with a check: what each model did, in order; this answer is the last one's. Else ``None``.
@@ -169,6 +181,7 @@ class GenerationResult(Choice):
     timing: Timing
     model: str
     attempt: int = 1
+    prompt: ReturnedPrompt | None = None
     prompt_logprobs: PromptLogprobs | None = None
     choices: list[Choice] | None = None
     task: str | None = None

@@ -273,12 +273,27 @@ def test_plain_rq_and_four_redis_commands_enqueue_like_the_producer(redis_url, c
     assert producer.result(job_id, timeout_s=1).text == "hello"
 
 
+def test_a_prompt_can_be_counted_and_read_back_without_an_answer(producer, redis_url, store):
+    first = [{"role": "user", "content": "say yes"}]
+    more = [{"role": "user", "content": "and?"}]
+    with running_worker(redis_url, store):
+        producer.submit(agent_id="a", messages=first, return_prompt=True).result(timeout_s=30)
+        ask = {"agent_id": "a", "context": "append", "messages": more, "cache": "read", "return_prompt": True}
+        counted = producer.submit(**ask, max_tokens=0).result(timeout_s=30)
+        asked = producer.submit(**ask, max_tokens=2).result(timeout_s=30)
+    assert counted.prompt == asked.prompt
+    assert counted.prompt.text.endswith("yes\x00\n\x01user\nand?\x00\n\x01assistant\n")
+    assert (counted.text, counted.finish_reason, counted.cache.agent_version) == ("", "length", 1)
+    assert counted.usage.prompt_tokens == asked.usage.prompt_tokens == len(counted.prompt.token_ids)
+    assert (counted.usage.completion_tokens, counted.usage.cached_tokens) == (0, 0)
+
+
 BAD_PAYLOADS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown field": ({"prompt": "x", "colour": "red"}, "InvalidRequest: colour"),
     "wrong type": ({"prompt": "x", "max_tokens": "5"}, "InvalidRequest: max_tokens"),
     "empty prompt": ({"prompt": ""}, "InvalidRequest: prompt"),
     "prompt and messages": ({"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "InvalidRequest: exactly"),
-    "zero max_tokens": ({"prompt": "x", "max_tokens": 0}, "InvalidRequest: 'max_tokens' 0"),
+    "zero max_tokens": ({"prompt": "x", "max_tokens": 0}, "InvalidRequest: .*'max_tokens' 0"),
     "long agent id": ({"prompt": "x", "agent_id": "a" * 201}, "InvalidRequest: agent_id"),
     "newline in agent id": ({"prompt": "x", "agent_id": "a\nb"}, "InvalidRequest: agent_id"),
     "no messages": ({"messages": []}, "InvalidRequest: 'messages'"),

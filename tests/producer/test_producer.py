@@ -94,7 +94,7 @@ def test_every_field_of_the_request_and_every_option_is_a_keyword_argument():
 
 FIELDS = {
     "agent_id": "a", "context": "append", "expect_version": 3, "must_exist": True, "cache": "read",
-    "max_tokens": 9, "fit_max_tokens": True, "min_tokens": 2,
+    "max_tokens": 9, "fit_max_tokens": True, "min_tokens": 2, "return_prompt": True,
     "temperature": 0.5, "top_p": 0.9, "top_k": 40, "min_p": 0.1, "seed": 3,
     "stop": ["x", "y"], "stop_token_ids": [7], "ignore_eos": True, "repetition_penalty": 1.1, "presence_penalty": 0.5,
     "frequency_penalty": -0.5, "logit_bias": {"5": -2.0}, "n": 2, "logprobs": True, "top_logprobs": 2,

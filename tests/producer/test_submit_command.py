@@ -44,6 +44,7 @@ FIELDS = {
     "n": (["--n", "3"], 3),
     "prompt_logprobs": (["--prompt-logprobs", "0"], 0),
     "prompt_logprobs_start": (["--prompt-logprobs-start", "4"], 4),
+    "return_prompt": (["--return-prompt"], True),
     "max_reasoning_tokens": (["--max-reasoning-tokens", "0"], 0),
     "logprobs": (["--logprobs"], True),
     "top_logprobs": (["--top-logprobs", "2"], 2),

@@ -23,7 +23,7 @@ def nested(depth: int) -> dict[str, object]:
     [
         ({**WITH_PROMPT, "max_tokenz": 5}, "max_tokenz"),
         ({**WITH_PROMPT, "max_tokens": "5"}, "max_tokens"),
-        ({**WITH_PROMPT, "max_tokens": 0}, "max_tokens"),
+        ({**WITH_PROMPT, "max_tokens": 0}, "add no turn to an agent"),
         ({**WITH_PROMPT, "max_tokens": 5.0}, "max_tokens"),
         ({**WITH_PROMPT, "max_tokens": True}, "max_tokens"),
         ({**WITH_PROMPT, "max_tokens": None}, "max_tokens"),

@@ -23,7 +23,16 @@ from stoker_shared.errors import (
     InvalidRequest,
     WorkerLostTooOften,
 )
-from stoker_worker.pipeline.job import NOTHING_RESTORED, Cancelled, Failed, GivenBack, Job, Replayed, RunsAgain
+from stoker_worker.pipeline.job import (
+    NOTHING_RESTORED,
+    Cancelled,
+    Failed,
+    Finished,
+    GivenBack,
+    Job,
+    Replayed,
+    RunsAgain,
+)
 from stoker_worker.pipeline.loader import Loader
 from stoker_worker.ports import Busy, LastVersion, Restored, Transcript, Turn
 from stoker_worker.ports.model import RequestDefaults
@@ -243,6 +252,21 @@ def test_a_prompt_is_restored_only_up_to_the_first_token_that_is_scored(
     assert isinstance(refused, Failed)
     assert isinstance(refused.error, InvalidRequest)
     assert str(refused.error) == "'prompt_logprobs_start' is 24; the prompt has 24 tokens"
+
+
+def test_a_prompt_that_is_only_counted_goes_past_the_engine_and_the_agents_cache(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scene.store, "restore", None)
+    text = "x" * (MODEL.context_tokens + 1)
+    scene.put("a", prompt=text, max_tokens=0, cache="read", n=2, return_prompt=True)
+    scene.loader.start()
+    job, outcome = scene.finisher.next()
+    assert isinstance(outcome, Finished)
+    assert job.prompt.decoded == text
+    answers = [outcome.completion, *job.further_choices]
+    assert [(one.generated_ids, one.ended_by) for one in answers] == [((), "length")] * 2
+    assert scene.engine.jobs.empty()
 
 
 def test_a_job_that_may_have_missed_other_workers_turns_is_refused_only_after_a_look(scene: Scene) -> None:

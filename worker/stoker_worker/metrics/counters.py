@@ -149,7 +149,8 @@ class Metrics(MetricsPort):
         if not replayed:
             if cache.get("saved"):
                 self._saves.observe(save_s)
-            self.costs.prefilled(prompt - cached)
+            if timing.get("prefill_s"):  # a prompt that is only counted is not prefilled
+                self.costs.prefilled(prompt - cached)
 
     def failed(self, error: Exception) -> None:
         self.jobs_ended.labels("failed").inc()

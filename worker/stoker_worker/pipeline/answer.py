@@ -20,6 +20,7 @@ from stoker_shared.result import (
     Choice,
     FinishReason,
     GenerationResult,
+    ReturnedPrompt,
     Timing,
     ToolCall,
     Usage,
@@ -291,11 +292,11 @@ def build_result(
     choices = [
         Choice(**answer.fields(), logprobs=one.logprobs) for answer, one in zip(answers, completions, strict=True)
     ]
-    claimed, timing = job.claimed, completion.timing
+    claimed, request, timing = job.claimed, job.request, completion.timing
     first_token_at = job.submitted_at + timing.waited_s + timing.prefill_s
     return GenerationResult(
         job_id=claimed.job_id,
-        agent_id=job.request.agent_id,
+        agent_id=request.agent_id,
         **dict(choices[0]),
         usage=Usage(
             prompt_tokens=len(job.prompt.ids),
@@ -313,9 +314,10 @@ def build_result(
         ),
         model=model.name,
         attempt=claimed.attempt,
+        prompt=ReturnedPrompt(text=job.prompt.decoded, token_ids=[*job.prompt.ids]) if request.return_prompt else None,
         prompt_logprobs=completion.prompt_logprobs,
-        choices=choices if job.request.n > 1 else None,
-        metadata=job.request.metadata,
+        choices=choices if request.n > 1 else None,
+        metadata=request.metadata,
     )
 
 

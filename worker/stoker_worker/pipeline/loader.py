@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Final
 
 from stoker_shared.agents import AgentRequest
 from stoker_shared.check import make_ready
@@ -24,12 +24,13 @@ from stoker_shared.request import GenerationRequest
 from stoker_shared.wire import MAX_ATTEMPTS
 from stoker_worker.pipeline.engine_thread import EngineThread
 from stoker_worker.pipeline.finisher import Finisher
-from stoker_worker.pipeline.job import AgentChange, Failed, Job, Replayed, RunsAgain, cut_short
+from stoker_worker.pipeline.job import AgentChange, Failed, Finished, Job, Replayed, RunsAgain, cut_short
 from stoker_worker.pipeline.prompt import build_prompt, check_expectations, fitted, reusable_ids
 from stoker_worker.ports import (
     NOT_COUNTED,
     AgentVersion,
     CacheStorePort,
+    CompletedGeneration,
     LastVersion,
     LoadedModel,
     MetricsPort,
@@ -40,6 +41,8 @@ from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 from stoker_worker.ports.model import NO_DEFAULTS, RequestDefaults
 
 log = logging.getLogger(__name__)
+
+_NO_ANSWER: Final = CompletedGeneration(uid=0, outcome="finished", ended_by="length")
 
 
 class Loader(threading.Thread):
@@ -90,21 +93,21 @@ class Loader(threading.Thread):
                 self._finisher.put(job, AgentChange(job.claimed.request))
                 continue
             try:
-                replayed = self._load(job, model, tokenizer)
+                outcome = self._load(job, model, tokenizer)
             except SharedStoreAway as error:
                 self._finisher.put(job, RunsAgain(error))
                 continue
             except Exception as error:  # whatever a request or a damaged file does, it does to one job
                 self._finisher.put(job, Failed(error))
                 continue
-            if replayed is not None:
-                self._finisher.put(job, replayed)
+            if outcome is not None:
+                self._finisher.put(job, outcome)
             else:
                 job.has_next = not self._claimed.empty()
                 self._engine.put(job)
 
-    def _load(self, job: Job, model: LoadedModel, tokenizer: TokenizerPort) -> Replayed | None:
-        """Fill in what the engine needs, unless the job has been answered before."""
+    def _load(self, job: Job, model: LoadedModel, tokenizer: TokenizerPort) -> Replayed | Finished | None:
+        """Fill in what the engine needs, unless the job has been answered before or only counts its prompt."""
         claimed = job.claimed
         if claimed.model is not None and claimed.model != model.name:
             raise ModelMismatch(f"the job asks for model {claimed.model!r}; this worker has loaded {model.name!r}")
@@ -134,7 +137,7 @@ class Loader(threading.Thread):
 
     def _prepare(
         self, job: Job, model: LoadedModel, tokenizer: TokenizerPort, unreadable: AgentVersion | None
-    ) -> Replayed | None:
+    ) -> Replayed | Finished | None:
         """`unreadable`: as `_look` returned it."""
         claimed = job.claimed
         if (answer := self._answer(job)) is not None:
@@ -149,6 +152,9 @@ class Loader(threading.Thread):
         if request.check is not None:
             make_ready(request.check)
         job.prompt = build_prompt(request, agent.transcript if agent else None, model, tokenizer)
+        if request.only_counts:
+            job.further_choices = (_NO_ANSWER,) * (request.n - 1)
+            return Finished(_NO_ANSWER)
         job.filled_in = request = fitted(request, len(job.prompt.ids), model)
         if model.guides is not None:
             job.guide = model.guides.guide_for(request, job.prompt.ids)

@@ -81,6 +81,7 @@ class Prompt:
         rendered_anew: why the history was rendered and encoded again; ``None`` when it was continued.
         opened: the text at the end of `ids` with which the template opens the model's thinking; else empty.
         markers: those of the answer.
+        decoded: the text of all `ids`, of a job that wants its prompt back; else empty.
     """
 
     ids: tuple[int, ...]
@@ -89,6 +90,7 @@ class Prompt:
     rendered_anew: str | None = None
     opened: str = ""
     markers: Markers = field(default=Markers(), repr=False)
+    decoded: str = ""
 
 
 def build_prompt(
@@ -112,7 +114,12 @@ def build_prompt(
     form = model.answer_format
     opening = form.opening(prompt.ids)
     markers = form.markers(form.state_after(prompt.ids), with_calls=bool(request.offered_tools))
-    return replace(prompt, opened=tokenizer.decode(opening) if opening else "", markers=markers)
+    return replace(
+        prompt,
+        opened=tokenizer.decode(opening) if opening else "",
+        markers=markers,
+        decoded=tokenizer.decode(prompt.ids) if request.return_prompt else "",
+    )
 
 
 def fitted(request: GenerationRequest, n_prompt: int, model: LoadedModel) -> GenerationRequest:

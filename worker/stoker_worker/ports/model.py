@@ -42,6 +42,8 @@ class RequestDefaults:
             if name not in WORKERS_DEFAULTS:
                 raise ValueError(f"{name!r} has no default here, only {', '.join(sorted(WORKERS_DEFAULTS))}")
             fields[name] = _number(name, value)
+        if fields.get("max_tokens") == 0:
+            raise ValueError("max_tokens 0 generates nothing: it is no default")
         try:
             build_request({"prompt": "any", **fields})
         except InvalidRequest as error:
