@@ -8,6 +8,7 @@ of tools in messages of their own.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from stoker.api.deltas import Delta, Deltas, content_of
@@ -15,6 +16,7 @@ from stoker.api.endpoint import ApiCall, event, take_stream
 from stoker.api.failure import Failure, FieldRefused
 from stoker.api.fields import BodyOptions, Rule, apply_rules, copied, ignored, model_rule, only
 from stoker_shared.result import Choice, GenerationResult, ToolCall
+from stoker_shared.text import printable
 
 MESSAGES_URL: Final = "/v1/messages"
 COUNT_URL: Final = "/v1/messages/count_tokens"
@@ -203,8 +205,8 @@ def _tool_choice(fields: dict[str, Any], value: Any, options: BodyOptions) -> No
         fields["tool_choice"] = _CHOICES[kind]
     else:
         raise _refused("tool_choice", "must be of type 'auto', 'any', 'tool' or 'none'")
-    if choice.get("disable_parallel_tool_use") and kind == "auto":
-        raise FieldRefused("tool_choice", "is not served with 'disable_parallel_tool_use' and type 'auto'")
+    if choice.get("disable_parallel_tool_use") is True:
+        fields["parallel_tool_calls"] = False
 
 
 def _for_template(fields: dict[str, Any], **values: Any) -> None:
@@ -261,8 +263,19 @@ def _context_management(fields: dict[str, Any], value: Any, options: BodyOptions
             raise FieldRefused("context_management", f"has an edit of type {kind[:_SHOWN]!r}, which is not served")
 
 
+_MOST_OF_A_SESSION: Final = 200
+
+
 def _metadata(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
-    _object(value, "metadata")
+    """Clients put a session into the id of the user: as JSON, behind a name, or alone. A hint is never refused."""
+    given = _object(value, "metadata").get("user_id")
+    if not isinstance(given, str):
+        return
+    with suppress(ValueError, RecursionError):
+        parsed = json.loads(given)
+        given = parsed.get("session_id") if isinstance(parsed, dict) else given
+    if isinstance(given, str) and 0 < len(given) <= _MOST_OF_A_SESSION and printable(given) == given:
+        fields["session"] = given.rpartition("_session_")[2] or given
 
 
 _RULES: Final[dict[str, Rule]] = {
@@ -319,6 +332,7 @@ class Messages:
         fields = _fields_of(body, self.url, options)
         if "max_tokens" not in fields:
             raise FieldRefused("max_tokens", "is missing", "missing_required_parameter")
+        fields["fit_max_tokens"] = True  # Claude Code asks for 32,000 with each call
         return ApiCall((fields,), str(body.get("model")), is_streamed)
 
     def answer(self, results: Sequence[GenerationResult], created_s: int, kept: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import IO, Final, Self
+from typing import IO, Any, Final, Self
 
 from starlette.datastructures import Headers
 
@@ -31,6 +31,7 @@ from stoker_shared.request import build_request
 
 AGENT_HEADER: Final = "x-stoker-agent"
 CONTEXT_HEADER: Final = "x-stoker-context"
+SESSION_HEADER: Final = "x-claude-code-session-id"
 KEY_HEADER: Final = "idempotency-key"
 _KEPT_S: Final = 3600
 """How long the job stays in Redis after its end, in seconds."""
@@ -59,7 +60,7 @@ class CallHead:
 
     @classmethod
     def of(cls, url: str, headers: Headers, owner: str) -> Self:
-        names = ((AGENT_HEADER, "agent_id"), (CONTEXT_HEADER, "context"))
+        names = ((AGENT_HEADER, "agent_id"), (CONTEXT_HEADER, "context"), (SESSION_HEADER, "session"))
         fields = {name: _as_utf8(value) for header, name in names if (value := headers.get(header)) is not None}
         return cls(url, fields, headers.get(KEY_HEADER), owner)
 
@@ -100,7 +101,7 @@ def call_jobs(raw: list[bytes], head: CallHead, settings: ServeSettings) -> Call
             _continue(call, head.owner, store)
         if head.key is not None:
             require_job_id("Idempotency-Key", head.key)
-        requests = [build_request({**fields, **head.fields}) for fields in call.requests]
+        requests = [build_request(_fields_of(fields, head)) for fields in call.requests]
         ids = [head.key and (f"{head.key}-{n}" if n else head.key) for n in range(len(requests))]
         jobs = tuple(
             NewJob(request, kept, settings.queue, job_id) for request, job_id in zip(requests, ids, strict=True)
@@ -114,6 +115,14 @@ def call_jobs(raw: list[bytes], head: CallHead, settings: ServeSettings) -> Call
     has_one_text = len(requests) == 1 and requests[0].n == 1 and not requests[0].logprobs
     call = replace(call, requests=(), input=None, is_stored=call.is_stored and store is not None)
     return CallJobs(jobs, head.key is not None, call, has_one_text)
+
+
+def _fields_of(fields: Mapping[str, Any], head: CallHead) -> dict[str, Any]:
+    """An agent keeps what a session would keep, and more."""
+    both = {**fields, **head.fields}
+    if both.get("agent_id") is not None:
+        both.pop("session", None)
+    return both
 
 
 def _continue(call: ApiCall, owner: str, store: ResponseStore | None) -> None:

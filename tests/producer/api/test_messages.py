@@ -36,7 +36,19 @@ DOCS = Path(__file__).resolve().parents[3] / "docs" / "serve.md"
 CASES: dict[str, tuple[list[tuple[Any, dict[str, Any]]], list[Any]]] = {
     "model": ([("m", {"model": "m"})], [3]),
     "max_tokens": ([(7, {"max_tokens": 7})], []),
-    "metadata": ([({"user_id": "u"}, {})], ["u"]),
+    "metadata": (
+        [
+            ({"user_id": "u"}, {"session": "u"}),
+            ({"user_id": "user_7_account__session_1-2"}, {"session": "1-2"}),
+            ({"user_id": '{"device_id": "d", "session_id": "1-2"}'}, {"session": "1-2"}),
+            ({"user_id": '{"session_id": 3}'}, {}),
+            ({"user_id": "u" * 201}, {}),
+            ({"user_id": "\n"}, {}),
+            ({"user_id": ""}, {}),
+            ({"user_id": None}, {}),
+        ],
+        ["u"],
+    ),
     "tools": (
         [
             ([TOOL], {"tools": [OURS]}),
@@ -56,7 +68,11 @@ CASES: dict[str, tuple[list[tuple[Any, dict[str, Any]]], list[Any]]] = {
     "tool_choice": (
         [
             ({"type": "auto"}, {"tool_choice": "auto"}),
-            ({"type": "any", "disable_parallel_tool_use": True}, {"tool_choice": "required"}),
+            (
+                {"type": "auto", "disable_parallel_tool_use": True},
+                {"tool_choice": "auto", "parallel_tool_calls": False},
+            ),
+            ({"type": "any", "disable_parallel_tool_use": False}, {"tool_choice": "required"}),
             ({"type": "none"}, {}),
             (
                 {"type": "tool", "name": "weather"},
@@ -419,7 +435,7 @@ BODY = st.fixed_dictionaries(
 
 @pytest.mark.parametrize("url", [MESSAGES_URL, COUNT_URL])
 @given(written=BODY | JSON)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_no_json_whatever_is_an_error_of_the_server(url, written):
     head = CallHead(url, {}, None)
     with suppress(Failure):  # any other error is one of the server

@@ -49,7 +49,7 @@ def test_a_message_has_its_answer_its_counts_and_its_jobs_id(claude, hand):
     assert answer._request_id == raw.headers["x-request-id"]
     sent = hand.request(raw.headers["request-id"])
     assert sent["messages"] == [{"role": "system", "content": "s"}, {"role": "user", "content": "say hi"}]
-    assert (sent["temperature"], sent["max_tokens"]) == (1.0, 99)
+    assert (sent["temperature"], sent["max_tokens"], sent["fit_max_tokens"]) == (1.0, 99, True)
 
 
 def test_a_call_of_tools_and_its_result_go_round(claude, hand):
@@ -151,6 +151,17 @@ def test_what_is_no_call_at_all_is_refused_in_the_same_form(served):
         assert (answer.status_code, answer.json()["type"]) == (status, "error")
         assert set(answer.json()["error"]) == {"type", "message"}
     assert httpx.get(url).json()["type"] == "error"
+
+
+def test_a_session_is_a_hint_that_an_agent_makes_needless(claude, hand):
+    def request(**headers):
+        answer = ask(claude, "say x", metadata={"user_id": '{"session_id": "s1"}'}, extra_headers=headers)
+        return hand.request(answer._request_id)
+
+    assert request()["session"] == "s1"
+    assert request(**{"x-claude-code-session-id": "s2"})["session"] == "s2"
+    found = request(**{"x-claude-code-session-id": "s2", "X-Stoker-Agent": "a"})
+    assert (found["agent_id"], "session" in found) == ("a", False)
 
 
 def test_a_token_is_a_bearer_or_an_api_key(serve):
