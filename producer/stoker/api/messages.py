@@ -29,6 +29,7 @@ _BILLING: Final = "x-anthropic-billing-header:"
 _SIGNATURE: Final = "c3Rva2Vy"
 """Clients keep a thinking block with its signature, or not at all. Nobody checks this one."""
 
+_REMINDER: Final = "<system-reminder>"
 _SHOWN: Final = 64
 
 
@@ -98,7 +99,7 @@ def _conversation(system: Any, messages: Any) -> list[dict[str, Any]]:
         if role == "system" and not turns:
             opening += _texts(content, where)
         elif role == "system":
-            _add(turns, "user", _as_reminders(_texts(content, where)))
+            _remind(turns, _texts(content, where))
         elif role in ("user", "assistant"):
             _add(turns, role, _blocks(content, where))
         else:
@@ -122,9 +123,16 @@ def _add(turns: list[Turn], role: str, blocks: list[dict[str, Any]]) -> None:
         turns.append((role, [*blocks]))
 
 
-def _as_reminders(texts: Sequence[str]) -> list[dict[str, Any]]:
-    """System texts between turns, which most templates refuse, in the form that Claude Code gives to others of them."""
-    return [{"type": "text", "text": f"<system-reminder>\n{text}\n</system-reminder>"} for text in texts]
+def _remind(turns: list[Turn], texts: Sequence[str]) -> None:
+    """Put system texts, which most templates refuse between turns, into the user's turn, in the form that Claude Code
+    gives to others of them. They come before the user's last text, which the model answers.
+    """
+    reminders = [{"type": "text", "text": f"{_REMINDER}\n{text}\n</system-reminder>"} for text in texts]
+    _add(turns, "user", [])
+    blocks = turns[-1][1]
+    is_said = bool(blocks) and blocks[-1]["type"] == "text" and not str(blocks[-1].get("text")).startswith(_REMINDER)
+    at = len(blocks) - 1 if is_said else len(blocks)
+    blocks[at:at] = reminders
 
 
 def _assistant(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

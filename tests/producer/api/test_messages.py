@@ -245,6 +245,17 @@ def test_neighbours_of_one_role_are_one_turn_and_a_system_text_between_them_is_t
     ]
 
 
+def test_a_system_text_after_the_users_comes_before_what_the_user_said_last():
+    notes = [{"role": "system", "content": "s"}, {"role": "system", "content": "t"}]
+    [turn] = conversation({"role": "user", "content": [text("date"), text("say x")]}, *notes)
+    reminders = [f"<system-reminder>\n{note}\n</system-reminder>" for note in "st"]
+    assert turn["content"].split("\n\n") == ["date", *reminders, "say x"]
+    result = {"type": "tool_result", "tool_use_id": "c"}
+    found = conversation(*ASKED, {"role": "assistant", "content": "a"}, {"role": "user", "content": [result]}, *notes)
+    assert [message["role"] for message in found[2:]] == ["tool", "user"]
+    assert found[3]["content"].split("\n\n") == reminders
+
+
 def test_thinking_calls_and_their_results_become_the_fields_of_messages():
     found = conversation(
         *ASKED,
