@@ -9,7 +9,15 @@ from rq.queue import Queue
 from rq.results import Result
 from rq.serializers import JSONSerializer
 
-from stoker_shared.wire import DEFAULT_QUEUE, META_PARTIAL, META_PROGRESS, SERVED_KEY
+from stoker_shared.wire import (
+    DEFAULT_QUEUE,
+    LEASE_KEY,
+    MEMBERS_KEY,
+    META_PARTIAL,
+    META_PROGRESS,
+    SERVED_KEY,
+    WORKER_KEY,
+)
 
 WORKER = "played"
 
@@ -34,6 +42,18 @@ def end(connection: Redis, job_id: str, text: str = "hello") -> None:
         pipeline.hset(Job.key_for(job_id), "status", "finished")
         pipeline.xadd(Result.get_key(job_id), {"type": 1, "return_value": value})
         pipeline.execute()
+
+
+def publish(connection: Redis, name: str, *queues: str, **record: object) -> None:
+    """All that a live worker keeps in Redis: its record, with these fields, its lease and its queues."""
+    said = {"queues": queues, "model": "m", "context_tokens": 9, "mode": "in rows", "host": "mac", "pid": 7}
+    connection.sadd("rq:workers", f"rq:worker:{name}")
+    connection.set(WORKER_KEY.format(name=name), json.dumps({**said, "started_at": 1.0, **record}))
+    lease = json.dumps({"worker": name, "queues": queues, "fence": 5})
+    connection.set(LEASE_KEY.format(member=name), lease)
+    connection.hset(MEMBERS_KEY, name, lease)
+    for queue in queues:
+        connection.set(SERVED_KEY.format(queue=queue), name)
 
 
 class PlayedWorker:

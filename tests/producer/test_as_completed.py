@@ -8,18 +8,15 @@ import pytest
 from fakeredis import FakeRedis
 from redis import Redis
 from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.retry import Retry
 from tests.producer.played_worker import PlayedWorker, end
 from tests.support.lossy_proxy import LossyProxy
-from tests.support.server_fixture import require_server_program
 
 import stoker.operations
 import stoker.producer
 import stoker.waiting
 from stoker import JobCanceled, JobFailed, JobNotFound, Producer, ResultTimeout
 from stoker.operations import Commands
-from stoker_worker.embedded_redis import EmbeddedServer
 
 REQUEST = {"agent_id": "a", "prompt": "x"}
 
@@ -224,38 +221,6 @@ def test_lost_connections_lose_no_end(redis_url, server):
         assert len(proxy.lost) == 10
         assert len(found) == 200
         assert set(found) == set(tickets)
-
-
-@pytest.mark.server
-def test_a_wait_for_many_survives_the_servers_death_and_return(tmp_path, monkeypatch):
-    require_server_program()
-    lost = threading.Event()
-    with EmbeddedServer(tmp_path / "redis", has_password=False) as server:
-        port = int(server.url.rsplit(":", 1)[1])
-        with Redis(port=port, retry=Retry(NoBackoff(), 0)) as connection:
-            producer = Producer(connection)
-            tickets = submitted(producer, 30)
-            coming = producer.as_completed(tickets, timeout_s=60)
-            PlayedWorker(connection).finish(tickets[0].job_id)
-            assert next(coming) is tickets[0]
-            answer_to = stoker.operations.answer_to
-
-            async def noticing(connection, step):
-                try:
-                    return await answer_to(connection, step)
-                except RedisConnectionError:
-                    lost.set()
-                    raise
-
-            monkeypatch.setattr(stoker.operations, "answer_to", noticing)
-            with ThreadPoolExecutor(1) as pool:
-                waiting = pool.submit(list, coming)
-                server.stop()
-                assert lost.wait(20)
-                with EmbeddedServer(tmp_path / "redis", port, has_password=False):
-                    for ticket in tickets[1:]:
-                        PlayedWorker(Redis(port=port)).finish(ticket.job_id)
-                    assert set(waiting.result()) == set(tickets[1:])
 
 
 def test_a_look_for_many_jobs_is_a_few_commands(connection, each_step):

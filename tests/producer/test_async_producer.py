@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from fakeredis import FakeAsyncRedis, FakeRedis, FakeServer
 from tests.producer.played_worker import PlayedWorker, end
-from tests.support.worker_process import running_worker
 
 import stoker.operations
 import stoker.submitting
@@ -162,20 +161,6 @@ def test_closing_a_producer_ends_all_waits(fake):
     asyncio.run(use())
 
 
-@pytest.mark.slow
-def test_no_server_is_one_clear_error_without_the_password():
-    async def use():
-        async with AsyncProducer("redis://user:hunter2@127.0.0.1:1/3") as producer:
-            calls = (producer.ping(), producer.submit(**REQUEST), producer.result("j"), producer.result("j", 1))
-            for error in await asyncio.gather(*calls, return_exceptions=True):
-                assert isinstance(error, RedisUnavailable)
-                assert "127.0.0.1:1/3" in str(error)
-                assert "hunter2" not in str(error)
-            assert "hunter2" not in repr(producer)
-
-    asyncio.run(use())
-
-
 # --- on a real server ---
 
 
@@ -202,22 +187,6 @@ def test_two_thousand_tasks_that_submit_and_wait_open_few_connections(redis_url,
 
     asyncio.run(use())
     assert 2 <= most <= 20
-
-
-@pytest.mark.slow
-@pytest.mark.server
-def test_jobs_of_a_real_worker_come_back(redis_url, tmp_path):
-    async def use():
-        async with AsyncProducer(redis_url) as producer:
-            tickets = await producer.submit_many([{**REQUEST, "agent_id": f"a{n}"} for n in range(100)])
-            last = await producer.submit(**REQUEST, depends_on=tickets)
-            results = await producer.results(tickets, timeout_s=60)
-            return [result.agent_id for result in results], await last.result(timeout_s=60)
-
-    with running_worker(redis_url, tmp_path / "store"):
-        agents, last = asyncio.run(use())
-    assert agents == [f"a{n}" for n in range(100)]
-    assert last.usage.completion_tokens == 4
 
 
 @pytest.mark.server

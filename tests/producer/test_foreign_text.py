@@ -4,9 +4,9 @@ import json
 
 import pytest
 from redis import Redis
-from tests.producer.played_worker import PlayedWorker
+from tests.producer.played_worker import PlayedWorker, publish
 
-from stoker_shared.wire import MEMBERS_KEY, TRUST_KEY, WORKER_KEY
+from stoker_shared.wire import TRUST_KEY
 
 pytestmark = pytest.mark.server
 
@@ -65,16 +65,14 @@ def test_a_generated_text_is_escaped_for_a_terminal_and_exact_for_a_file(
 
 
 def test_agents_batches_models_and_workers(stoker, connection):
-    worker = json.dumps({"queues": [f"q{ORDER}"], "host": ORDER, "model": ORDER, "started_at": 1.0, "pid": 1})
-    connection.sadd("rq:workers", f"rq:worker:w{ORDER}")
-    connection.set(WORKER_KEY.format(name=f"w{ORDER}"), worker)
-    connection.hset(MEMBERS_KEY, f"w{ORDER}", worker)
+    publish(connection, f"stoker-w{ORDER}", f"q{ORDER}", host=ORDER, model=ORDER)
     connection.sadd("rq:queues", f"rq:queue:q{ORDER}")
     connection.rpush(f"rq:queue:q{ORDER}", f"job{ORDER}")
     connection.hset(TRUST_KEY, f"task{ORDER} model{ORDER}", "1.0 0.0")
     for command in (["status"], ["workers"], ["ls"], ["trust", "ls"], ["batch", "ls"], ["batch", "status", ORDER]):
         _, out, err = stoker(*command)
         assert is_harmless(out + err), command
+    assert f"stoker-w{SHOWN}" in stoker("status")[1]
     assert f"model{SHOWN}" in stoker("trust", "ls")[1]
 
 

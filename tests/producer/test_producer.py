@@ -38,17 +38,6 @@ def request_of(connection: Redis, job_id: str) -> dict[str, object]:
     return fetch(connection, job_id).kwargs["request"]
 
 
-def test_a_submitted_job_is_a_plain_rq_job_that_rqs_own_json_reads(producer, connection):
-    ticket = producer.submit(agent_id="a", prompt="hi", max_tokens=5)
-    job = fetch(connection, ticket.job_id)
-    assert job.func_name == "stoker_shared.task.generate"
-    assert (list(job.args), job.kwargs) == ([], {"request": {"v": 5, "agent_id": "a", "prompt": "hi", "max_tokens": 5}})
-    assert (job.timeout, job.result_ttl, job.failure_ttl, job.ttl) == (3600, 86_400, 7 * 86_400, None)
-    assert job.get_status() == "queued"
-    assert connection.lrange("rq:queue:generate", 0, -1) == [ticket.job_id.encode()]
-    assert connection.smembers("rq:queues") == {b"rq:queue:generate"}
-
-
 def test_the_prompt_is_only_in_the_jobs_data(producer, connection):
     ticket = producer.submit(agent_id="a" * 200, prompt=SECRET)
     fields = connection.hgetall(f"rq:job:{ticket.job_id}")
@@ -57,24 +46,6 @@ def test_the_prompt_is_only_in_the_jobs_data(producer, connection):
     assert b"meta" not in fields
     assert fields[b"stoker_agent"] == fields[b"created_at"] + b" write " + b"a" * 200
     assert fields[b"description"] == b"generate for agent '" + b"a" * 60 + b"'"
-
-
-def test_times_queue_and_place_are_the_callers(producer, connection):
-    producer.submit(agent_id="a", prompt="first", queue="high")
-    ticket = producer.submit(
-        agent_id="a",
-        prompt="x",
-        queue="high",
-        job_timeout_s=7,
-        result_ttl_s=8,
-        failure_ttl_s=9,
-        ttl_s=10,
-        at_front=True,
-    )
-    job = fetch(connection, ticket.job_id)
-    assert (job.timeout, job.result_ttl, job.failure_ttl, job.ttl, job.origin) == (7, 8, 9, 10, "high")
-    assert 0 < connection.ttl(job.key) <= 10
-    assert connection.lindex("rq:queue:high", 0) == ticket.job_id.encode()
 
 
 @pytest.mark.parametrize("name", ["job_timeout_s", "result_ttl_s", "failure_ttl_s", "ttl_s"])

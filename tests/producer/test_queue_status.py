@@ -9,11 +9,11 @@ import pytest
 from rq import Queue
 from rq.serializers import JSONSerializer
 from rq.utils import utcformat
-from tests.producer.played_worker import PlayedWorker
+from tests.producer.played_worker import PlayedWorker, publish
 
 from stoker import AsyncProducer, QueueStatus
 from stoker.tables import duration
-from stoker_shared.wire import TASK_PATH, WORKER_KEY
+from stoker_shared.wire import TASK_PATH
 
 pytestmark = pytest.mark.server
 
@@ -28,13 +28,6 @@ def counts(queue):
 
 def enqueued_ago(connection, ticket, **ago):
     connection.hset(f"rq:job:{ticket.job_id}", "enqueued_at", utcformat(datetime.now(UTC) - timedelta(**ago)))
-
-
-def publish(connection, name, **more):
-    """Start the job as a worker does."""
-    said = {"queues": ["generate"], "model": None, "context_tokens": None, "mode": None, "host": "mac", "pid": 7}
-    connection.sadd("rq:workers", f"rq:worker:{name}")
-    connection.set(WORKER_KEY.format(name=name), json.dumps({**said, "started_at": time.time() - 300, **more}))
 
 
 def test_every_job_is_counted_in_its_state(producer, connection):
@@ -79,8 +72,8 @@ def test_jobs_that_cannot_be_read_do_no_harm(producer, connection):
 
 def test_the_workers_that_listen_are_named_and_their_queues_are_there_without_a_job(producer, connection, redis_url):
     producer.submit(prompt="x")
-    publish(connection, "mac.1", queues=["urgent", "generate"])
-    publish(connection, "mac.2", queues=["generate"])
+    publish(connection, "mac.1", "urgent", "generate")
+    publish(connection, "mac.2", "generate")
     found = {"generate": ("mac.1", "mac.2"), "urgent": ("mac.1",)}
     assert {queue.name: queue.workers for queue in producer.queues()} == found
 
@@ -95,7 +88,7 @@ def test_ls_is_a_table_or_one_object(stoker, producer, connection):
     assert stoker("ls") == (0, "no queues and no workers\n", "")
     enqueued_ago(connection, producer.submit(prompt="x"), minutes=5)
     producer.submit(prompt="x", queue="urgent")
-    publish(connection, "mac.1", queues=["urgent"])
+    publish(connection, "mac.1", "urgent")
     code, out, err = stoker("ls")
     assert (code, err) == (0, "")
     heading, generate, urgent = (line.split() for line in out.splitlines())
@@ -121,10 +114,10 @@ def test_ls_is_a_table_or_one_object(stoker, producer, connection):
 def test_workers_is_a_table_or_one_object(stoker, connection):
     assert stoker("workers") == (0, "no workers\n", "")
     width = {"max_batch": 32, "max_batch_why": "the default"}
-    publish(
-        connection, "mac.1", queues=["urgent", "generate"], model="m/m", context_tokens=4096, mode="batched", **width
-    )
-    publish(connection, "mac.2")
+    started = {"started_at": time.time() - 300}
+    serving = {"model": "m/m", "context_tokens": 4096, "mode": "batched"}
+    publish(connection, "mac.1", "urgent", "generate", **serving, **width, **started)
+    publish(connection, "mac.2", "generate", **dict.fromkeys(serving), **started)
     code, out, err = stoker("workers")
     assert (code, err) == (0, "")
     heading, serving, loading = (line.split() for line in out.splitlines())

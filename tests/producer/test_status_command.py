@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from rq.utils import utcformat
+from tests.producer import played_worker
 from tests.producer.played_worker import WORKER, PlayedWorker
 
 from stoker import AsyncProducer, status_command
@@ -18,18 +19,11 @@ from stoker_shared.wire import LEASE_KEY, MEMBERS_KEY, SERVED_KEY, WORKER_KEY
 pytestmark = pytest.mark.server
 
 
-def publish(connection, name, *served, jobs_per_min=30.0, **more):
+def publish(connection, name, *queues, jobs_per_min=30.0, **record):
+    """As a worker that serves jobs."""
     now = {"at": time.time(), "tokens_per_s": 12.5, "jobs_per_min": jobs_per_min, "in_flight": 3, "in_batch": 2}
     now |= {"hit_share": 0.456, "done": 7, "failed": 1, "of a later release": 1}
-    said = {"queues": served, "model": "m", "context_tokens": 9, "mode": "in rows", "host": "mac", "pid": 7}
-    said |= {"started_at": 1.0, "max_batch": 4, "now": now, **more}
-    connection.sadd("rq:workers", f"rq:worker:{name}")
-    connection.set(WORKER_KEY.format(name=name), json.dumps(said))
-    lease = json.dumps({"worker": name, "queues": served, "fence": 5})
-    connection.set(LEASE_KEY.format(member=name), lease)
-    connection.hset(MEMBERS_KEY, name, lease)
-    for queue in served:
-        connection.set(SERVED_KEY.format(queue=queue), name)
+    played_worker.publish(connection, name, *queues, **{"max_batch": 4, "now": now, **record})
 
 
 def start(connection, producer, *, ago_s, tokens):
@@ -96,13 +90,6 @@ def test_garbage_that_is_no_number_or_no_json_breaks_no_status(producer, connect
         for progress in ('{"tokens": 1e999, "stage": "x", "tokens_per_s": 1}', "[" * 100_000):
             connection.hset(f"rq:job:{job_id}", "meta", f'{{"progress": {progress}}}')
             assert stoker("status")[0] == stoker("status", job_id)[0] == 0
-
-
-def test_a_name_cannot_give_the_terminal_orders(producer, connection, stoker):
-    publish(connection, "stoker-\x1b[2J\nx", "generate")
-    _, out, _ = stoker("status")
-    assert "\x1b" not in out
-    assert r"stoker-\x1b[2J\nx" in out
 
 
 def test_a_dead_worker_is_shown_as_such_with_the_jobs_it_left(producer, connection, stoker):

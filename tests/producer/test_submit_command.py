@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from redis import Redis
-from tests.producer.played_worker import PlayedWorker
+from tests.producer.played_worker import PlayedWorker, publish
 
 from stoker.cli import main
 from stoker.new_job import JobOptions
@@ -243,16 +243,7 @@ def test_without_any_input_the_ways_to_give_one_are_named(stoker, monkeypatch, c
 def test_a_check_and_its_models_arrive(stoker, request_of, redis_url):
     with Redis.from_url(redis_url) as connection:
         for model in ("small", "large"):
-            record = {
-                "queues": [f"q-{model}"],
-                "model": model,
-                "context_tokens": 100,
-                "mode": "m",
-                "host": "h",
-                "pid": 1,
-            }
-            connection.sadd("rq:workers", f"rq:worker:stoker-{model}")
-            connection.set(f"stoker:worker:stoker-{model}", json.dumps({**record, "started_at": 1.0}))
+            publish(connection, f"stoker-{model}", f"q-{model}", model=model)
     words = [word for words, _ in CHECKED.values() for word in words]
     ran = stoker("submit", "--message", "m", "--models", "small,large", "--min-trust", "0", *words)
     assert ran[0] == 0, ran

@@ -7,7 +7,6 @@ import zlib
 
 import pytest
 from fakeredis import FakeRedis
-from rq.queue import Queue
 from tests.producer.played_worker import WORKER
 
 from stoker import JobCanceled, JobFailed, JobNotFound, Producer, ResultTimeout, TicketStatus
@@ -97,11 +96,6 @@ def test_a_finished_job_whose_result_is_gone_is_not_found(end_of, ticket, worker
         end_of(ticket)
 
 
-def test_a_wait_of_zero_seconds_checks_once_and_its_error_has_the_state(ticket):
-    with pytest.raises(ResultTimeout, match="queued"):
-        ticket.result(timeout_s=0)
-
-
 def test_an_entry_of_a_retry_is_not_the_end(end_of, ticket, worker):
     worker.start(ticket.job_id)
     worker.retry(ticket.job_id)
@@ -177,14 +171,6 @@ def test_a_queued_job_is_canceled_out_of_its_queue_and_does_not_stay_for_ever(ti
     assert 0 < connection.ttl(f"rq:job:{ticket.job_id}") <= 7 * 86_400
     with pytest.raises(JobCanceled):
         ticket.result()
-
-
-def test_a_deferred_job_is_canceled(producer, connection, ticket):
-    queue = Queue("generate", connection=connection, serializer="json")
-    job = queue.enqueue("stoker_shared.task.generate", depends_on=ticket.job_id)
-    assert producer.status(job.id) == TicketStatus("deferred")
-    assert producer.cancel(job.id) is True
-    assert producer.status(job.id) == TicketStatus("canceled")
 
 
 @pytest.mark.parametrize("end", ["finish", "fail", "stop", "cancel"])

@@ -103,21 +103,26 @@ def test_a_wait_after_a_failed_try_blocks_until_the_next_entry(producer, connect
     assert len(reads) < 6
 
 
-def test_a_wait_survives_the_servers_death_and_return(tmp_path, monkeypatch):
+@pytest.mark.parametrize("n_jobs", [1, 30])
+def test_a_wait_survives_the_servers_death_and_return(tmp_path, each_step, n_jobs):
     require_server_program()
-    lost = threading.Event()
-    monkeypatch.setattr("stoker.operations.time.sleep", lambda seconds: lost.set())
+    is_waiting = threading.Event()
+    each_step(lambda step: is_waiting.set() if is_block(step) else None)
     with EmbeddedServer(tmp_path / "redis", has_password=False) as server:
         port = int(server.url.rsplit(":", 1)[1])
-        with Redis(port=port, retry=Retry(NoBackoff(), 0)) as connection:
-            ticket = Producer(connection).submit(agent_id="a", prompt="x")
-            with ThreadPoolExecutor(1) as pool:
-                waiting = pool.submit(ticket.result, 60)
-                server.stop()
-                assert lost.wait(20)
-                with EmbeddedServer(tmp_path / "redis", port, has_password=False):
-                    PlayedWorker(Redis(port=port)).finish(ticket.job_id, text="after the restart")
-                    assert waiting.result().text == "after the restart"
+        with Redis(port=port, retry=Retry(NoBackoff(), 0)) as connection, ThreadPoolExecutor(1) as pool:
+            producer = Producer(connection)
+            tickets = producer.submit_many([{"agent_id": "a", "prompt": "x"}] * n_jobs)
+            wait = (lambda: [tickets[0].result(60)]) if n_jobs == 1 else (lambda: producer.results(tickets, 60))
+            waiting = pool.submit(wait)
+            assert is_waiting.wait(20)
+            server.stop()
+            is_waiting.clear()
+            assert is_waiting.wait(20), "it asks again while the server is away"
+            with EmbeddedServer(tmp_path / "redis", port, has_password=False):
+                for ticket in tickets:
+                    PlayedWorker(Redis(port=port)).finish(ticket.job_id, text=ticket.job_id)
+                assert [result.text for result in waiting.result()] == [ticket.job_id for ticket in tickets]
 
 
 @pytest.mark.slow

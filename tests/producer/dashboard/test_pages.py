@@ -19,12 +19,11 @@ from redis import Redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 from rq.utils import utcformat
-from tests.producer.played_worker import PlayedWorker
+from tests.producer.played_worker import PlayedWorker, publish
 from tests.support.dashboard_process import browser, require_dashboard  # noqa: F401
 from werkzeug.serving import make_server
 
 from stoker.status_command import overview_text
-from stoker_shared.wire import LEASE_KEY, MEMBERS_KEY, SERVED_KEY, WORKER_KEY
 
 pytestmark = pytest.mark.server
 
@@ -76,13 +75,7 @@ def register(connection, name, *queues, beat_s_ago=0.0, alive=True, **more):
     if name.startswith("stoker-"):
         now = {"at": time.time(), "tokens_per_s": 12.5, "jobs_per_min": 3, "in_flight": 1, "in_batch": 1}
         now |= {"hit_share": 0.5, "done": 5, "failed": 0}
-        said = {"queues": queues, "model": "qwen", "context_tokens": 9, "mode": "rows", "host": "mac", "pid": 7}
-        connection.set(WORKER_KEY.format(name=name), json.dumps({**said, "started_at": 1.0, "now": now, **more}))
-        lease = json.dumps({"worker": name, "queues": queues, "fence": 4})
-        connection.set(LEASE_KEY.format(member=name), lease)
-        connection.hset(MEMBERS_KEY, name, lease)
-        for queue in queues:
-            connection.set(SERVED_KEY.format(queue=queue), name)
+        publish(connection, name, *queues, **{"model": "qwen", "now": now, **more})
 
 
 def run_on(connection, producer, name):
@@ -203,7 +196,7 @@ def test_the_workers_page_shows_dead_workers_as_dead_and_forgets_none(page, prod
     progress = f"generate for agent '{MARKUP}' (decode, 34 tokens, 8.5/s)"
     assert mac == {
         **{"name": "stoker-mac", "state": "busy", "host": "mac", "pid": "7", "queues": "generate", "model": "qwen"},
-        **{"heartbeat": "5 min ago", "lease": "generate #4", "tokens_per_s": "12.5", "done": "5", "failed": "0"},
+        **{"heartbeat": "5 min ago", "lease": "generate #5", "tokens_per_s": "12.5", "done": "5", "failed": "0"},
         **{"running": 1, "jobs": [{"job_id": kept, "text": progress}]},
     }
     assert [gone[name] for name in ("name", "state", "heartbeat", "lease")] == ["stoker-gone", "DEAD", "-", "over"]
@@ -213,7 +206,7 @@ def test_the_workers_page_shows_dead_workers_as_dead_and_forgets_none(page, prod
     text = words(page("/0/view/workers"))
     assert f"stoker-gone DEAD - over - - - - 1 left behind {progress}" in text
     assert (
-        f"stoker-mac process 7 on mac queues generate busy 5 min ago generate #4 qwen 12.5 5 0 1 running {progress}"
+        f"stoker-mac process 7 on mac queues generate busy 5 min ago generate #5 qwen 12.5 5 0 1 running {progress}"
         in text
     )
     assert "a secret" not in text
