@@ -20,7 +20,12 @@ from stoker.api.fields import (
     limit,
     model_rule,
     only,
+    reasoning_effort,
+    session,
+    settle_memory,
+    template_kwargs,
 )
+from stoker_shared.message import Message
 from stoker_shared.result import Choice, GenerationResult, Logprobs, TokenLogprob
 
 CHAT_URL: Final = "/v1/chat/completions"
@@ -28,10 +33,21 @@ TEXT_URL: Final = "/v1/completions"
 _OPENAI_TEMPERATURE: Final = 1.0
 
 
-def _user(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
-    if not isinstance(value, str):
-        raise FieldRefused("user", "is not a string", "invalid_value")
-    fields.setdefault("agent_id", value)
+_OF_MESSAGES: Final = frozenset(Message.model_fields) | {
+    *("annotations", "audio", "function_call", "parsed", "reasoning", "refusal"),
+}
+
+
+def _messages(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
+    """Clients send an answer back with what another server, or they themselves, have added to it."""
+    if isinstance(value, list):
+        value = [
+            {name: part for name, part in message.items() if name in _OF_MESSAGES}
+            if isinstance(message, dict)
+            else message
+            for message in value
+        ]
+    fields["messages"] = value
 
 
 def _metadata(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
@@ -63,7 +79,7 @@ def _text_logprobs(fields: dict[str, Any], value: Any, options: BodyOptions) -> 
 _COMMON: Final[dict[str, Rule]] = {
     "model": model_rule,
     **limit("max_tokens"),
-    "user": _user,
+    **session("user"),
     "metadata": _metadata,
     **copied("temperature", "top_p", "seed", "stop", "n", "frequency_penalty", "presence_penalty", "logit_bias"),
     # Not OpenAI's:
@@ -76,16 +92,18 @@ _CHAT: Final[dict[str, Rule]] = {
     **_COMMON,
     **limit("max_completion_tokens"),
     "response_format": _response_format,
-    **copied("messages", "logprobs", "top_logprobs", "chat_template_kwargs"),
+    "messages": _messages,
+    **session("prompt_cache_key"),
+    "reasoning_effort": reasoning_effort,
+    "chat_template_kwargs": template_kwargs,
+    **copied("logprobs", "top_logprobs"),
     **copied("tools", "tool_choice", "parallel_tool_calls"),
-    **ignored("prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+    **ignored("prediction", "verbosity", "prompt_cache_options", "prompt_cache_retention"),
     **ignored("safety_identifier", "service_tier"),
     **only("modalities", ["text"]),
     **only("audio"),
     **only("functions", []),
     **only("function_call"),
-    **only("reasoning_effort"),
-    **only("verbosity", "medium"),
     **only("web_search_options"),
     **only("moderation"),
     **only("store", False),
@@ -126,6 +144,7 @@ class Completions:
         apply_rules(self.rules, self.url, body, fields, options)
         if fields.get("tool_choice") == "none" and "tools" not in fields:
             del fields["tool_choice"]
+        settle_memory(fields)
         default_limit(fields, options, self._max_tokens)
         kept = {"with_usage": bool((stream_options or {}).get("include_usage"))}
         return ApiCall((fields,), str(body.get("model")), is_streamed, kept)

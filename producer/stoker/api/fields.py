@@ -4,12 +4,15 @@ A field is copied as it is, becomes another field, is ignored because it does no
 name. A field that is ``null`` counts as omitted.
 """
 
+import hashlib
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from stoker.api.failure import FieldRefused
+from stoker_shared.text import printable
 
 
 @dataclass(frozen=True)
@@ -20,11 +23,13 @@ class BodyOptions:
         model_aliases: from the model's name in a body to the name of the loaded model.
         any_model: run every body on the loaded model, even if it names another.
         max_tokens: for bodies without a limit; ``None`` for the default of their API.
+        ignore_unknown: leave out fields that are not known, with a line in the log, instead of refusing them.
     """
 
     model_aliases: Mapping[str, str] = field(default_factory=dict)
     any_model: bool = False
     max_tokens: int | None = None
+    ignore_unknown: bool = False
 
 
 Rule = Callable[[dict[str, Any], Any, BodyOptions], None]
@@ -57,6 +62,35 @@ def only(name: str, *values: Any) -> dict[str, Rule]:
 
 
 _NAME_CHARACTERS: Final = 64
+_MOST_SESSION_CHARACTERS: Final = 200
+_NOT_SET: Final[Mapping[str, tuple[Any, ...]]] = {
+    "top_k": (-1, 0),
+    "seed": (-1,),
+    "user": ("",),
+    "max_tokens": (-1,),
+    "max_completion_tokens": (-1,),
+    "max_output_tokens": (-1,),
+    "prompt_cache_key": ("",),
+    "reasoning_effort": ("none",),
+}
+"""Values with which clients say that they set nothing."""
+
+_INSTEAD: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("guided_json", "structured_outputs"), "give 'response_format'"),
+    **dict.fromkeys(("guided_choice", "guided_regex", "guided_grammar"), "give 'guide'"),
+    **dict.fromkeys(("max_completion_tokens", "max_new_tokens", "n_predict", "num_predict"), "give 'max_tokens'"),
+    "repeat_penalty": "give 'repetition_penalty'",
+    **dict.fromkeys(("enable_thinking", "thinking", "think"), "give 'chat_template_kwargs'"),
+    "reasoning_effort": "give 'chat_template_kwargs'",
+    "num_ctx": "a worker has the whole context of its model",
+    "cache_prompt": "give 'cache'",
+    "priority": "calls of higher priority have a queue of their own",
+}
+"""The right name of fields that other servers know."""
+
+_log = logging.getLogger(__name__)
+_logged: set[str] = set()
+_MOST_LOGGED: Final = 100
 
 
 def apply_rules(
@@ -69,11 +103,24 @@ def apply_rules(
     """
     for name, value in body.items():
         if name not in rules:
-            raise FieldRefused(name[:_NAME_CHARACTERS], f"is not a known field of {url}", "unknown_parameter")
-        if value is not None:
+            _unknown(name[:_NAME_CHARACTERS], url, options)
+        elif value is not None and not _is_unset(name, value):
             rules[name](fields, value, options)
     if body.get("model") is None and not options.any_model:
         raise FieldRefused("model", "is missing", "missing_required_parameter")
+
+
+def _is_unset(name: str, value: Any) -> bool:
+    return any(type(value) is type(neutral) and value == neutral for neutral in _NOT_SET.get(name, ()))
+
+
+def _unknown(name: str, url: str, options: BodyOptions) -> None:
+    if not options.ignore_unknown:
+        instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise FieldRefused(name, f"is not a known field of {url}{instead}", "unknown_parameter")
+    if name not in _logged and len(_logged) < _MOST_LOGGED:
+        _logged.add(name)
+        _log.warning("the field %r of calls of %s is ignored", name, url)
 
 
 def model_rule(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
@@ -112,3 +159,34 @@ def reasoning_effort(fields: dict[str, Any], value: Any, options: BodyOptions) -
     known = fields.get("chat_template_kwargs", {})
     if value != "none" and isinstance(known, dict):
         fields["chat_template_kwargs"] = {"reasoning_effort": value, **known}
+
+
+def session(*names: str) -> dict[str, Rule]:
+    """The rules of fields that name the session of a call; the first one in the body counts."""
+
+    def rule(name: str) -> Rule:
+        def apply(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
+            if not isinstance(value, str):
+                raise FieldRefused(name, "is not a string", "invalid_value")
+            fields.setdefault("session", session_name(value))
+
+        return apply
+
+    return {name: rule(name) for name in names}
+
+
+def session_name(text: str) -> str:
+    """A session of any text: one that a request does not take becomes its digest."""
+    is_taken = len(text) <= _MOST_SESSION_CHARACTERS and printable(text) == text
+    return text if is_taken else hashlib.sha256(text.encode(errors="replace")).hexdigest()
+
+
+def settle_memory(fields: dict[str, Any]) -> None:
+    """A session is an agent where the call continues a conversation; an agent that is named wins."""
+    if "session" not in fields:
+        return
+    is_continued = fields.get("context") == "append" or fields.get("expect_version") is not None
+    if "agent_id" not in fields and (is_continued or fields.get("must_exist")):
+        fields["agent_id"] = fields["session"]
+    if "agent_id" in fields:
+        del fields["session"]

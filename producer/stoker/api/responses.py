@@ -21,6 +21,7 @@ from stoker.api.fields import (
     model_rule,
     only,
     reasoning_effort,
+    session,
     template_kwargs,
 )
 from stoker_shared.result import Choice, GenerationResult, Logprobs, ToolCall
@@ -214,10 +215,10 @@ RULES: Final[Mapping[str, Rule]] = {
     "include": _include,
     "top_logprobs": _top_logprobs,
     **limit("max_output_tokens"),
-    **copied("temperature", "top_p"),
-    **only("parallel_tool_calls", True),
-    **ignored("metadata", "user", "safety_identifier", "service_tier", "client_metadata", "access_programs"),
-    **ignored("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "background_options"),
+    **copied("temperature", "top_p", "parallel_tool_calls"),
+    **session("prompt_cache_key", "user"),
+    **ignored("metadata", "safety_identifier", "service_tier", "client_metadata", "access_programs"),
+    **ignored("prompt_cache_options", "prompt_cache_retention", "background_options"),
     **only("truncation", "disabled"),
     **only("context_management", []),
     **only("conversation"),

@@ -21,6 +21,7 @@ from starlette.datastructures import Headers
 from stoker.api.endpoint import ApiCall
 from stoker.api.endpoints import ENDPOINTS
 from stoker.api.failure import Failure, FieldRefused, of_exception
+from stoker.api.fields import session_name, settle_memory
 from stoker.api.responses import messages_of, response_id
 from stoker.new_job import JobOptions, NewJob, require_job_id
 from stoker.serve.responses import json_object
@@ -31,8 +32,9 @@ from stoker_shared.request import build_request
 
 AGENT_HEADER: Final = "x-stoker-agent"
 CONTEXT_HEADER: Final = "x-stoker-context"
-SESSION_HEADER: Final = "x-claude-code-session-id"
 KEY_HEADER: Final = "idempotency-key"
+_SESSIONS: Final = ("session-id", "x-claude-code-session-id", "x-session-id", "x-stoker-session")
+"""The last one that is there counts."""
 _KEPT_S: Final = 3600
 """How long the job stays in Redis after its end, in seconds."""
 
@@ -60,7 +62,7 @@ class CallHead:
 
     @classmethod
     def of(cls, url: str, headers: Headers, owner: str) -> Self:
-        names = ((AGENT_HEADER, "agent_id"), (CONTEXT_HEADER, "context"), (SESSION_HEADER, "session"))
+        names = ((AGENT_HEADER, "agent_id"), (CONTEXT_HEADER, "context"), *((name, "session") for name in _SESSIONS))
         fields = {name: _as_utf8(value) for header, name in names if (value := headers.get(header)) is not None}
         return cls(url, fields, headers.get(KEY_HEADER), owner)
 
@@ -101,7 +103,7 @@ def call_jobs(raw: list[bytes], head: CallHead, settings: ServeSettings) -> Call
             _continue(call, head.owner, store)
         if head.key is not None:
             require_job_id("Idempotency-Key", head.key)
-        requests = [build_request(_fields_of(fields, head)) for fields in call.requests]
+        requests = [build_request(_with_head(fields, head)) for fields in call.requests]
         ids = [head.key and (f"{head.key}-{n}" if n else head.key) for n in range(len(requests))]
         jobs = tuple(
             NewJob(request, kept, settings.queue, job_id) for request, job_id in zip(requests, ids, strict=True)
@@ -117,12 +119,15 @@ def call_jobs(raw: list[bytes], head: CallHead, settings: ServeSettings) -> Call
     return CallJobs(jobs, head.key is not None, call, has_one_text)
 
 
-def _fields_of(fields: Mapping[str, Any], head: CallHead) -> dict[str, Any]:
-    """An agent keeps what a session would keep, and more."""
-    both = {**fields, **head.fields}
-    if both.get("agent_id") is not None:
-        both.pop("session", None)
-    return both
+def _with_head(fields: Mapping[str, Any], head: CallHead) -> dict[str, Any]:
+    """Callers with tokens of their own share no caches."""
+    known = {**fields, **head.fields}
+    if "session" in head.fields:
+        known["session"] = session_name(head.fields["session"])
+    settle_memory(known)
+    if "agent_id" not in known and head.owner != ANYBODY:
+        known["cache_salt"] = f"{head.owner} {known.get('cache_salt', '')}"
+    return known
 
 
 def _continue(call: ApiCall, owner: str, store: ResponseStore | None) -> None:

@@ -1,6 +1,7 @@
 """One case for each row of the table in docs/batches.md, with the types of OpenAI's own package."""
 
 import typing
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +43,17 @@ COMMON: Cases = {
     "model": ([("m", {"model": "m"})], [3]),
     "temperature": ([(0.5, {"temperature": 0.5}), (1, {"temperature": 1})], []),
     "top_p": ([(0.5, {"top_p": 0.5})], []),
-    "seed": ([(3, {"seed": 3})], []),
+    "seed": ([(3, {"seed": 3}), (-1, {})], []),
     "stop": ([("x", {"stop": "x"}), (["x", "y"], {"stop": ["x", "y"]})], []),
-    "max_tokens": ([(7, {"max_tokens": 7})], []),
-    "user": ([("u", {"agent_id": "u"})], [3]),
+    "max_tokens": ([(7, {"max_tokens": 7}), (-1, {})], []),
+    "user": ([("u", {"session": "u"}), ("", {}), ("x" * 500, {"session": sha256(b"x" * 500).hexdigest()})], [3]),
     "n": ([(1, {"n": 1}), (2, {"n": 2})], []),
     "frequency_penalty": ([(0, {"frequency_penalty": 0}), (0.5, {"frequency_penalty": 0.5})], []),
     "presence_penalty": ([(-1, {"presence_penalty": -1})], []),
     "logit_bias": ([({}, {"logit_bias": {}}), ({"50256": -100}, {"logit_bias": {"50256": -100}})], []),
     "stream": ([(False, {})], [True, 0]),
     "stream_options": ([], [{"include_usage": True}]),
-    "top_k": ([(4, {"top_k": 4})], []),
+    "top_k": ([(4, {"top_k": 4}), (-1, {}), (0, {})], []),
     "min_p": ([(0.1, {"min_p": 0.1})], []),
     "repetition_penalty": ([(1.1, {"repetition_penalty": 1.1})], []),
     "context": ([("full", {"context": "full"})], []),
@@ -93,12 +94,12 @@ CASES: dict[str, Cases] = {
         "audio": ([], [AUDIO]),
         "functions": ([([], {})], [[{"name": "f"}]]),
         "function_call": ([], ["auto", {"name": "f"}]),
-        "reasoning_effort": ([], ["low", "none"]),
-        "verbosity": ([("medium", {})], ["low"]),
+        "reasoning_effort": ([("low", {"chat_template_kwargs": {"reasoning_effort": "low"}}), ("none", {})], [3]),
+        "verbosity": ([("medium", {}), ("low", {})], []),
         "web_search_options": ([], [{}]),
         "moderation": ([], [{"model": "m"}]),
         "prediction": ([({"type": "content", "content": "x"}, {})], []),
-        "prompt_cache_key": ([("k", {})], []),
+        "prompt_cache_key": ([("k", {"session": "k"})], [3]),
         "prompt_cache_options": ([({}, {})], []),
         "prompt_cache_retention": ([("24h", {})], []),
         "safety_identifier": ([("s", {})], []),
@@ -176,6 +177,38 @@ def test_defaults_are_openais():
     assert request_fields(CHAT_URL, body(CHAT_URL), BodyOptions())["max_tokens"] == 1024
     assert request_fields(TEXT_URL, body(TEXT_URL), BodyOptions())["max_tokens"] == 16
     assert request_fields(TEXT_URL, body(TEXT_URL), BodyOptions(max_tokens=5))["max_tokens"] == 5
+
+
+def test_a_user_is_a_session_and_an_agent_where_the_conversation_is_continued():
+    def memory_of(**fields):
+        found = request_fields(CHAT_URL, body(CHAT_URL, user="u", **fields), BodyOptions())
+        return {name: found[name] for name in ("agent_id", "session") if name in found}
+
+    assert memory_of() == memory_of(context="full", must_exist=False) == {"session": "u"}
+    for continues in ({"context": "append"}, {"expect_version": 0}, {"must_exist": True}):
+        assert memory_of(**continues) == {"agent_id": "u"}
+
+
+def test_what_clients_add_to_a_message_is_left_out():
+    added = {"provider_specific_fields": {}, "reasoning_details": [], "cache_control": {}, "refusal": None}
+    sent = [{"role": "assistant", "content": "a", **added}, {"role": "user", "content": "x"}]
+    fields = request_fields(CHAT_URL, body(CHAT_URL, messages=sent), BodyOptions())
+    assert [message.content for message in build_request(fields).messages] == ["a", "x"]
+
+
+@pytest.mark.parametrize(
+    ("name", "right"), [("guided_json", "response_format"), ("repeat_penalty", "repetition_penalty")]
+)
+def test_a_field_of_another_server_is_refused_with_the_right_name(name, right):
+    with pytest.raises(FieldRefused, match=f"'{name}'.*'{right}'"):
+        request_fields(CHAT_URL, body(CHAT_URL, **{name: 1}), BodyOptions())
+
+
+def test_unknown_fields_can_be_ignored_with_one_line_in_the_log(caplog):
+    for _ in range(2):
+        fields = request_fields(CHAT_URL, body(CHAT_URL, colour="red"), BodyOptions(ignore_unknown=True))
+    assert "colour" not in fields
+    assert len([record for record in caplog.records if "colour" in record.getMessage()]) == 1
 
 
 def test_the_agent_of_the_metadata_wins_over_the_user_in_any_order():

@@ -24,7 +24,7 @@ def raw(**changes):
 def test_a_good_line_becomes_a_request():
     line = read_line(7, raw(), BodyOptions())
     assert (line.number, line.custom_id, line.url) == (7, "one", CHAT_URL)
-    assert (line.request.agent_id, line.request.model, line.request.temperature) == ("a", "m", 1.0)
+    assert (line.request.session, line.request.model, line.request.temperature) == ("a", "m", 1.0)
 
 
 BAD = {

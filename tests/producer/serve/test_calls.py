@@ -194,7 +194,7 @@ def test_several_choices_are_streamed_by_their_index(client):
     ("text", "fields", "error", "code", "param"),
     [
         ("x", {"top_p": 3}, openai.BadRequestError, "invalid_value", "top_p"),
-        ("x", {"n": 2, "user": "u"}, openai.BadRequestError, "invalid_value", "n"),
+        ("x", {"n": 2, "metadata": {"agent_id": "a"}}, openai.BadRequestError, "invalid_value", "n"),
         ("x", {"extra_body": {"audio": {}}}, openai.BadRequestError, "unsupported_parameter", "audio"),
         ("x", {"extra_body": {"colour": "red"}}, openai.BadRequestError, "unknown_parameter", "colour"),
         ("fail ModelMismatch: m", {}, openai.NotFoundError, "model_not_found", None),
@@ -294,12 +294,21 @@ def test_the_agent_and_the_context_are_in_headers_or_the_body(client, hand):
     def request(**fields):
         return hand.request(ask(client, "say x", **fields).id.removeprefix("chatcmpl-"))
 
-    assert request(user="u")["agent_id"] == "u"
+    assert request(user="u")["session"] == "u"
+    assert request(user="u", extra_headers={"X-Stoker-Session": "s"})["session"] == "s"
+    assert request(user="u", extra_headers={"X-Stoker-Context": "append"})["agent_id"] == "u"
     assert request(user="u", metadata={"agent_id": "m"})["agent_id"] == "m"
     headers = {"X-Stoker-Agent": "h", "X-Stoker-Context": "append"}
     found = request(user="u", metadata={"agent_id": "m"}, extra_headers=headers)
     assert (found["agent_id"], found["context"]) == ("h", "append")
     assert "agent_id" not in request()
+
+
+def test_callers_with_tokens_of_their_own_share_no_caches(serve, hand):
+    serving = serve(tokens=Tokens([("ann", "a" * 16), ("bob", "b" * 16)]))
+    ids = [ask(serving.client(letter * 16), "say x").id.removeprefix("chatcmpl-") for letter in "aba"]
+    salts = [hand.request(job_id)["cache_salt"] for job_id in ids]
+    assert salts[0] == salts[2] != salts[1]
 
 
 def test_an_agent_in_a_header_may_have_any_name(served, hand):
