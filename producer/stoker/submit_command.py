@@ -23,6 +23,7 @@ from stoker_shared.help_layout import LaidOutCommand, examples, options_under
 from stoker_shared.request import build_request
 
 _INPUTS = ("prompt", "message", "prompt_file", "messages_file")
+_INPUT_FIELDS = ("prompt", "prompt_token_ids", "messages")
 _OF_SCHEMAS = {
     *("type", "properties", "required", "items", "enum", "const"),
     *("allOf", "anyOf", "oneOf", "not", "if", "$ref"),
@@ -49,9 +50,9 @@ def request_fields(options: dict[str, Any]) -> dict[str, Any]:
     if len(inputs) > 1:
         raise click.UsageError("give only one of --prompt, --prompt-file, --message and --messages-file")
     if inputs:
-        fields = {name: value for name, value in fields.items() if name not in ("prompt", "messages")}
+        fields = {name: value for name, value in fields.items() if name not in _INPUT_FIELDS}
         fields |= _chosen_input(inputs)
-    elif fields.get("prompt") is None and fields.get("messages") is None:
+    elif all(fields.get(name) is None for name in _INPUT_FIELDS):
         fields |= _message(_piped())
     if "tools_file" in given:
         fields["tools"] = _json(given.pop("tools_file"), list, "a JSON list of tools")

@@ -58,6 +58,7 @@ class SubmitFields(ManyFields, total=False):
     agent_id: str | None
     session: str | None
     prompt: str | None
+    prompt_token_ids: Sequence[int] | None
     messages: Sequence[Message | Mapping[str, Any]] | None
     context: Literal["full", "append"]
     expect_version: int | None

@@ -224,6 +224,12 @@ class GenerationRequest(BaseModel):
     agent_id: AgentId | None = None
     session: AgentId | None = None
     prompt: Annotated[str, Field(min_length=1)] | None = None
+    prompt_token_ids: (
+        Annotated[
+            tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1, fail_fast=True), BeforeValidator(as_tuple)
+        ]
+        | None
+    ) = None
     messages: (
         Annotated[tuple[Message, ...], Field(max_length=MOST_MESSAGES, fail_fast=True), BeforeValidator(as_tuple)]
         | None
@@ -284,8 +290,8 @@ class GenerationRequest(BaseModel):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("exactly one of 'prompt' and 'messages' must be given")
+        if sum(given is not None for given in (self.prompt, self.prompt_token_ids, self.messages)) != 1:
+            raise ValueError("exactly one of 'prompt', 'prompt_token_ids' and 'messages' must be given")
         if self.messages == ():
             raise ValueError("'messages' must hold at least one message")
         if self.session is not None and self.agent_id is not None:

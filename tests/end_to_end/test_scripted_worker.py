@@ -281,7 +281,9 @@ def test_a_prompt_can_be_counted_and_read_back_without_an_answer(producer, redis
         ask = {"agent_id": "a", "context": "append", "messages": more, "cache": "read", "return_prompt": True}
         counted = producer.submit(**ask, max_tokens=0).result(timeout_s=30)
         asked = producer.submit(**ask, max_tokens=2).result(timeout_s=30)
+        same = producer.submit(prompt_token_ids=asked.prompt.token_ids, max_tokens=2).result(timeout_s=30)
     assert counted.prompt == asked.prompt
+    assert same.text == asked.text
     assert counted.prompt.text.endswith("yes\x00\n\x01user\nand?\x00\n\x01assistant\n")
     assert (counted.text, counted.finish_reason, counted.cache.agent_version) == ("", "length", 1)
     assert counted.usage.prompt_tokens == asked.usage.prompt_tokens == len(counted.prompt.token_ids)

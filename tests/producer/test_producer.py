@@ -87,7 +87,11 @@ def test_every_field_arrives(producer, connection):
     routed = {"check": {"contains": ["x"]}, "route": route, "max_cost_s": 2.0, "task": "t", "session": "s"}
     ticket = producer.submit(prompt="p", **routed)
     assert request_of(connection, ticket.job_id) == {"v": 5, "prompt": "p", **routed}
-    assert {*FIELDS, *routed, "messages", "prompt", "guide", "v"} == set(GenerationRequest.model_fields)
+    ticket = producer.submit(prompt_token_ids=[1, 2])
+    assert request_of(connection, ticket.job_id) == {"v": 5, "prompt_token_ids": [1, 2]}
+    assert {*FIELDS, *routed, "messages", "prompt", "prompt_token_ids", "guide", "v"} == set(
+        GenerationRequest.model_fields
+    )
 
 
 @pytest.mark.parametrize(

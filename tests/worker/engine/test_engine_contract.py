@@ -10,7 +10,6 @@ from tests.worker.engine.layouts import Layout, Numbers, prefix_of, random_ids, 
 from tests.worker.engine.reading import STAGES, read_along
 
 from stoker_shared import build_request
-from stoker_shared.errors import InvalidRequest
 from stoker_worker.engine.scripted import ScriptedEngine, ScriptedTokenizer
 from stoker_worker.ports import GenerationWork
 
@@ -167,15 +166,6 @@ def test_nothing_ends_an_answer_before_min_tokens(side):
     assert text_stopped.generated_ids[:5] == plain.generated_ids[:5]
     (token_stopped,) = run(side.engine(), [side.work(1, stop_token_ids=plain.generated_ids[:1], min_tokens=8)])
     assert (len(token_stopped.generated_ids), token_stopped.ended_by) == (8, "length")
-
-
-@pytest.mark.parametrize("fields", [{"stop_token_ids": [3, 10**6]}, {"logit_bias": {10**6: 1.0}}])
-def test_a_token_that_the_model_does_not_have_is_refused_by_name(side, fields):
-    engine = side.engine()
-    with pytest.raises(InvalidRequest, match=rf"^{next(iter(fields))}: there is no token 1000000; .* 0 to \d+$"):
-        engine.submit(side.work(0, **fields))
-    assert engine.in_flight == 0
-    engine.close()
 
 
 def test_the_cache_is_returned_as_a_whole_with_the_place_to_save_from_or_not_at_all(side):

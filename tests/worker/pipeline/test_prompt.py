@@ -11,6 +11,7 @@ from stoker_shared.errors import (
     AgentNotFound,
     AgentVersionConflict,
     ContextLimitExceeded,
+    InvalidRequest,
     RequestTooLarge,
     TemplateError,
     TranscriptMismatch,
@@ -95,6 +96,34 @@ def test_a_turn_cut_inside_a_token_by_a_stop_string_continues_with_the_text_the_
     assert append(chat, messages=[user("r")]).ids == whole.ids
     raw = answered(first_turn(prompt="q"), "abc", ended_by="stop", generated=b"abcX", kept=2, carry_text="c")
     assert bytes(append(raw, prompt="!").ids) == b"qabc!"
+
+
+def test_given_token_ids_are_read_as_they_are_and_are_appended_to_prompts():
+    given = [*b"caf\xc3", END]
+    first = first_turn(prompt_token_ids=given)
+    assert (list(first.ids), first.text) == (given, CODEC.decode(given))
+    raw = answered(first_turn(prompt="q"), "abc", ended_by="stop", generated=b"abcX", kept=2, carry_text="c")
+    appended = append(raw, prompt_token_ids=given)
+    assert list(appended.ids) == [*b"qabc", *given]
+    assert appended.text == "qabc" + CODEC.decode(given)
+    anew = append(raw, dataclasses.replace(MODEL, tokenizer_fingerprint="another"), prompt_token_ids=given)
+    assert anew.ids == appended.ids
+    with pytest.raises(TranscriptMismatch, match="made of messages"):
+        append(answered(first_turn(messages=[user("one")]), "two"), prompt_token_ids=given)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt_token_ids": [3, 10**6], "max_tokens": 0, "cache": "off"},
+        {"prompt": "x", "stop_token_ids": [3, 10**6]},
+        {"prompt": "x", "logit_bias": {10**6: 1.0}},
+    ],
+)
+def test_a_token_that_the_model_does_not_have_is_refused_by_name(fields):
+    name = next(name for name, value in fields.items() if "1000000" in str(value))
+    with pytest.raises(InvalidRequest, match=rf"^{name}: there is no token 1000000; .* 0 to 257$"):
+        first_turn(**fields)
 
 
 def test_a_template_that_rewrites_history_is_rendered_in_full_with_a_reason():

@@ -9,11 +9,9 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import groupby
 from typing import Any, Final
-
-import mlx.core as mx
 
 from stoker_shared.errors import BlockPoolTooSmall, EngineFailed, RequestError
 from stoker_worker.engine.generator import Generator, Prefilled, TokenOutput
@@ -28,7 +26,7 @@ from stoker_worker.engine.prompt_scores import MOST_TOKENS, PromptScorer
 from stoker_worker.engine.rows.rows_generator import RowsGenerator
 from stoker_worker.engine.sampling import SequenceSampling, token_logprob
 from stoker_worker.engine.scheduler import ConcurrentScheduler
-from stoker_worker.engine.sequence import EndIds, Sequence, check_token_ids, names_token_ids
+from stoker_worker.engine.sequence import EndIds, Sequence
 from stoker_worker.engine.step_limits import BatchWidth, PrefillBudget
 from stoker_worker.engine.text import StopScanner
 from stoker_worker.engine.transfer import cache_to_save, prefix_to_caches, take_snapshot
@@ -120,12 +118,9 @@ class BlockPoolBatchEngine(GenerationEnginePort):
     def _make_sequence(self, uid: int, work: GenerationWork) -> Sequence:
         """
         Raises:
-            InvalidRequest: the request names a token id that the model does not have.
             ValueError: the restored prefix is not one of this model, or its memory is still in use.
         """
         request, prefix = work.request, work.prefix
-        if names_token_ids(request):
-            check_token_ids(request, self._vocabulary)
         work = replace(work, prefix=None, save_from=work.save_from if self._loaded.has_memory else None)
         stops = StopScanner(self._tokenizer, request.stop, min_tokens=request.min_tokens) if request.stop else None
         end_ids = EndIds.of(request, self._tokenizer.eos_ids)
@@ -134,11 +129,6 @@ class BlockPoolBatchEngine(GenerationEnginePort):
         if prefix is not None:
             sequence.take_prefix(prefix, prefix_to_caches(self._model, prefix, self._spec))
         return sequence
-
-    @cached_property
-    def _vocabulary(self) -> int:
-        """Token ids that the model has logits for. Nothing is computed: only the shape is read."""
-        return int(self._model(mx.array([[0]])).shape[-1])
 
     def step(self) -> list[CompletedGeneration]:
         """One decode step of every sequence in the batch and one chunk of prefill.

@@ -33,7 +33,7 @@ from stoker_shared.answer_parts import Edge
 from stoker_shared.errors import EngineFailed, TemplateError
 from stoker_shared.message import Message
 from stoker_shared.result import PromptLogprobs, TokenLogprob, TopLogprob
-from stoker_worker.engine.sequence import EndIds, Sequence, check_token_ids
+from stoker_worker.engine.sequence import EndIds, Sequence
 from stoker_worker.engine.text import StopScanner
 from stoker_worker.ports import (
     AnswerFormat,
@@ -235,7 +235,6 @@ class ScriptedEngine(GenerationEnginePort):
 
     def submit(self, work: GenerationWork) -> int:
         uid, request = self._next_uid, work.request
-        check_token_ids(request, VOCABULARY)
         stops = StopScanner(self._tokenizer, request.stop, min_tokens=request.min_tokens) if request.stop else None
         end_ids = EndIds.of(request, self._tokenizer.eos_ids)
         script = _Script(work, end_ids.all, self._model)
@@ -303,6 +302,7 @@ class ScriptedProvider(ModelProviderPort):
             fingerprint=hashlib.sha256(f"stoker {self.model} engine 1".encode()).hexdigest(),
             tokenizer_fingerprint=hashlib.sha256(b"stoker scripted codec 1").hexdigest(),
             context_tokens=1 << 20,
+            vocabulary=VOCABULARY,
             spec=_SPEC,
             tokenizer=ScriptedTokenizer(),
             mode=ServingMode(Batching.BATCHED),
@@ -318,5 +318,8 @@ class ScriptedProvider(ModelProviderPort):
 
 def _last_line(work: GenerationWork) -> str:
     request = work.request
-    text = request.prompt if request.prompt is not None else (request.messages or ())[-1].content or ""
+    if request.prompt_token_ids is not None:
+        text = ScriptedTokenizer().decode(request.prompt_token_ids)
+    else:
+        text = request.prompt if request.prompt is not None else (request.messages or ())[-1].content or ""
     return text.rsplit("\n", 1)[-1]

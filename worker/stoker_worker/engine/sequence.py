@@ -5,7 +5,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-from stoker_shared.errors import InvalidRequest
 from stoker_shared.request import GenerationRequest
 from stoker_shared.result import Logprobs, TokenLogprob
 from stoker_worker.engine.generator import Generator, Sampling, Scorer, SequenceStart
@@ -45,25 +44,6 @@ class EndIds:
     @property
     def all(self) -> frozenset[int]:
         return self.eos | self.stop
-
-
-def check_token_ids(request: GenerationRequest, vocabulary: int) -> None:
-    """
-    Args:
-        vocabulary: how many token ids the model has logits for.
-
-    Raises:
-        InvalidRequest: the request names a token id that the model does not have.
-    """
-    named = {"stop_token_ids": request.stop_token_ids, "logit_bias": [int(key) for key in request.logit_bias or ()]}
-    for name, token_ids in named.items():
-        if (largest := max(token_ids, default=0)) >= vocabulary:
-            raise InvalidRequest(f"{name}: there is no token {largest}; this model's ids are 0 to {vocabulary - 1}")
-
-
-def names_token_ids(request: GenerationRequest) -> bool:
-    """True if `check_token_ids` has anything to check."""
-    return bool(request.stop_token_ids or request.logit_bias)
 
 
 @dataclass

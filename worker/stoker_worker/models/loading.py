@@ -75,11 +75,19 @@ def load_model(
         ),
         tokenizer_fingerprint=of_tokenizer,
         context_tokens=context_tokens(config),
+        vocabulary=_vocabulary(network),
         spec=spec,
         tokenizer=ModelTokenizer(wrapper),
         answer_format=form,
         guides=GrammarGuides(wrapper, form),
     )
+
+
+def _vocabulary(network: Any) -> int:
+    """Token ids that the model has logits for. Nothing is computed: only the shape is read."""
+    import mlx.core as mx
+
+    return int(network(mx.array([[0]])).shape[-1])
 
 
 def _load_or_tell(model: str, folder: Path, extras: ModelExtras, *, as_float32: bool) -> tuple[Any, Any, Any]:

@@ -101,16 +101,18 @@ def build_prompt(
         transcript: the agent's, or ``None`` for an unknown agent; only `append` looks at it.
 
     Raises:
+        InvalidRequest: it has a token id that the model does not have.
         RequestTooLarge: longer than any text that fits the context.
         TemplateError: the chat template cannot render the messages.
         TranscriptMismatch: `append` of a prompt to messages, or of messages to prompts.
     """
+    _check_token_ids(request, model)
     _check_size(request, model, tokenizer)
     history = transcript if request.context == "append" else None
     if request.messages is not None:
         prompt = _messages_prompt(request, request.messages, history, model, tokenizer)
     else:
-        prompt = _text_prompt(request.prompt or "", history, model, tokenizer)
+        prompt = _text_prompt(request, history, model, tokenizer)
     form = model.answer_format
     opening = form.opening(prompt.ids)
     markers = form.markers(form.state_after(prompt.ids), with_calls=bool(request.offered_tools))
@@ -197,16 +199,26 @@ def next_transcript(prompt: Prompt, completion: CompletedGeneration, answer: Mes
     )
 
 
-def _text_prompt(text: str, history: Transcript | None, model: LoadedModel, tokenizer: TokenizerPort) -> Prompt:
+def _text_prompt(
+    request: GenerationRequest, history: Transcript | None, model: LoadedModel, tokenizer: TokenizerPort
+) -> Prompt:
+    given = request.prompt_token_ids
+    text = tokenizer.decode(given) if given is not None else request.prompt or ""
+
+    def encoded(before: str, *, special_start: bool) -> tuple[int, ...]:
+        """Token ids of `before` and `text`; those that the request gives stay as they are."""
+        if given is None:
+            return tuple(tokenizer.encode(before + text, special_start=special_start))
+        return (*(tokenizer.encode(before, special_start=special_start) if before else ()), *given)
+
     if history is None:
-        return Prompt(tuple(tokenizer.encode(text, special_start=True)), None, text)
+        return Prompt(encoded("", special_start=True), None, text)
     if history.text is None:
         raise TranscriptMismatch("this agent's transcript is made of messages; append 'messages', not a 'prompt'")
     whole = history.text + text
     if history.tokenizer_fingerprint != model.tokenizer_fingerprint:
-        return Prompt(tuple(tokenizer.encode(whole, special_start=True)), None, whole, rendered_anew="other_tokenizer")
-    delta = tokenizer.encode(history.carry_text + text, special_start=False)
-    return Prompt((*history.token_ids, *delta), None, whole)
+        return Prompt(encoded(history.text, special_start=True), None, whole, rendered_anew="other_tokenizer")
+    return Prompt((*history.token_ids, *encoded(history.carry_text, special_start=False)), None, whole)
 
 
 def _messages_prompt(
@@ -233,6 +245,19 @@ def _messages_prompt(
     if delta is None:
         return Prompt(tuple(tokenizer.encode_rendered(rendered)), whole, None, rendered_anew="template_rewrote_history")
     return Prompt((*history.token_ids, *tokenizer.encode_rendered(delta)), whole, None)
+
+
+def _check_token_ids(request: GenerationRequest, model: LoadedModel) -> None:
+    named = {
+        "prompt_token_ids": request.prompt_token_ids or (),
+        "stop_token_ids": request.stop_token_ids,
+        "logit_bias": [int(key) for key in request.logit_bias or ()],
+    }
+    for name, token_ids in named.items():
+        if (largest := max(token_ids, default=0)) >= model.vocabulary:
+            raise InvalidRequest(
+                f"{name}: there is no token {largest}; this model's ids are 0 to {model.vocabulary - 1}"
+            )
 
 
 def _check_size(request: GenerationRequest, model: LoadedModel, tokenizer: TokenizerPort) -> None:

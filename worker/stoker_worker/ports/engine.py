@@ -245,7 +245,6 @@ class GenerationEnginePort(Protocol):
 
         Raises:
             BlockPoolTooSmall: prompt + max_tokens could never fit into the pool.
-            InvalidRequest: the request names a token id that the model does not have.
         """
         ...
 

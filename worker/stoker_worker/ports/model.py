@@ -288,6 +288,7 @@ class LoadedModel:
             bytes of another fingerprint, and so those made in another mode, are never loaded.
         tokenizer_fingerprint: hex digest over tokenizer and chat template. Token ids of another one mean nothing.
         context_tokens: most tokens (prompt + generated) that the model can attend to.
+        vocabulary: how many token ids the model has logits for.
         kv_tokens: most tokens of one sequence that the engine has memory for; ``None``: as many as the context.
         mode: how its sequences run, and whether its caches may be kept.
         max_batch: how many of its jobs are in flight at once.
@@ -305,6 +306,7 @@ class LoadedModel:
     mode: ServingMode = WIDEST
     max_batch: MaxBatch = ONE_JOB
     room_type: RoomType | None = None
+    vocabulary: int = 2**31
     kv_tokens: int | None = None
     answer_format: AnswerFormat = PLAIN_TEXT
     guides: GuideMaker | None = None
