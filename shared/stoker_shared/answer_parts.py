@@ -31,12 +31,19 @@ class Markers(BaseModel):
         first: the state in which the answer begins.
         edges: how markers lead from state to state, without those out of a call; also without those into one if calls
             stay text.
+        is_call: whether the answer, except for its thinking, is one call, with markers or without.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     first: State = "normal"
     edges: tuple[Edge, ...] = ()
+    is_call: bool = False
+
+    def are_one_call(self, state: State, text: str, at: int, found: "tuple[int, Edge] | None") -> bool:
+        """True if the text from `at` on is a call, whatever markers are in it: `found` is the next of `state`, with its
+        place. Only thinking may come before a call."""
+        return self.is_call and state == "normal" and (found is None or bool(text[at : found[0]].strip()))
 
 
 Kind = Literal["text", "reasoning", "call", "markup"]
@@ -90,7 +97,7 @@ def cut(text: str, markers: Markers, read_calls: ReadCalls, tool_end: str | None
     """The parts of a whole answer.
 
     Args:
-        read_calls: takes each call.
+        read_calls: takes each call, without its markers; the call of an answer that `is_call` with them.
         tool_end: the marker after a call; empty: calls last to the end of the answer.
     """
     parts, next_place = Parts(), _Places(text)
@@ -98,6 +105,10 @@ def cut(text: str, markers: Markers, read_calls: ReadCalls, tool_end: str | None
     at, state = 0, markers.first
     while at < len(text):
         found = _next_edge(next_place, at, [edge for edge in edges if edge.state == state])
+        if markers.are_one_call(state, text, at, found):
+            parts.error = read_calls(text[at:], True)
+            parts.add("call" if parts.error is None else "text", text[at:])
+            break
         if found is None:
             parts.add("reasoning" if state == "reasoning" else "text", text[at:])
             break
@@ -146,6 +157,8 @@ class Cutter:
         while True:
             edges = [edge for edge in self.markers.edges if edge.state == self._state]
             found = _next_edge(next_place, self._at, edges)
+            if self.markers.are_one_call(self._state, text, self._at, found):
+                return Parts([*self._certain.found])
             stop = _begun_marker(text, self._at, edges)
             if found is None or found[0] >= stop or found[1].to == "tool":
                 break

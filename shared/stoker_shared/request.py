@@ -324,7 +324,7 @@ class GenerationRequest(BaseModel):
             raise ValueError("'prompt_logprobs_start' needs 'prompt_logprobs'")
         if self.messages is None and self.tool_choice is not None:
             raise ValueError("'tool_choice' needs 'messages'")
-        if not self.tools and (self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)):
+        if not self.tools and self.must_call:
             raise ValueError("this 'tool_choice' needs 'tools'")
         if self.is_formed and self.guide is not None:
             raise ValueError("'response_format' and 'guide' both say what the answer is: give one of them")
@@ -359,6 +359,11 @@ class GenerationRequest(BaseModel):
     def only_counts(self) -> bool:
         """True if nothing is wanted but the number of the prompt's tokens, or the prompt as the model would read it."""
         return self.max_tokens == 0 and self.prompt_logprobs is None
+
+    @property
+    def must_call(self) -> bool:
+        """True if the answer has to be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     @property
     def is_formed(self) -> bool:

@@ -3,6 +3,8 @@
 import random
 from typing import Any, get_args
 
+import pytest
+
 from stoker_shared.answer_parts import Cutter, Edge, Markers, State, cut
 
 THINK = Markers(
@@ -25,7 +27,8 @@ def test_what_is_certain_of_a_text_is_the_beginning_of_every_answer_that_goes_on
     for seed in range(3000):
         draw = random.Random(seed)
         edges = tuple(drawn(draw, states, longest=4) for _ in range(draw.randint(0, 6)))
-        markers = Markers(first=draw.choice([state for state in states if state != "tool"]), edges=edges)
+        first = draw.choice([state for state in states if state != "tool"])
+        markers = Markers(first=first, edges=edges, is_call=draw.random() < 0.2)
         text = "".join(draw.choices("ab \n", weights=[4, 4, 1, 1], k=draw.randint(0, 25)))
         tool_end = draw.choice(["", "b", "aba"])
         whole = cut(text, markers, lambda said, _: "odd" if len(said) % 2 else None, tool_end)
@@ -55,6 +58,22 @@ def test_only_what_may_be_a_marker_and_space_that_may_go_are_held_back() -> None
     ):
         certain = Cutter(THINK).cut_so_far(text)
         assert (certain.reasoning, certain.content) == (reasoning, content), text
+
+
+@pytest.mark.parametrize(
+    ("first", "before", "reasoning"),
+    [("normal", "", ""), ("normal", " <think>Hm</think>\n", "Hm"), ("reasoning", "Hm</think>", "Hm")],
+)
+def test_of_an_answer_that_is_one_call_only_the_thinking_is_certain(first: str, before: str, reasoning: str) -> None:
+    thinking = [edge for edge in THINK.edges if edge.to != "tool"]
+    markers = Markers.model_validate({"first": first, "edges": thinking, "is_call": True})
+    call = '{"name": "f", "arguments": {"x": "<think>"}}'
+    for end in range(len(before), len(before + call) + 1):
+        certain = Cutter(markers).cut_so_far((before + call)[:end])
+        assert (certain.reasoning, certain.content) == (reasoning, "")
+    read: list[str] = []
+    whole = cut(before + call, markers, lambda said, _: read.append(said.strip()), None)
+    assert (whole.reasoning, whole.content, read) == (reasoning, "", [call])
 
 
 def test_what_is_certain_is_not_read_again() -> None:

@@ -26,7 +26,7 @@ SCHEMA = {
     "additionalProperties": False,
     "$defs": {"small": {"type": "integer", "minimum": -9, "maximum": 12}},
 }
-CALLS = AnswerFormat(tool_start="<tool_call>", tool_end="</tool_call>", is_json_call=True)
+CALLS = AnswerFormat(tool_start="<tool_call>", tool_end="</tool_call>", tool_parser="json_tools")
 
 
 def of_schema(schema):
@@ -150,9 +150,7 @@ TOOLS = [
 )
 def test_a_required_call_names_a_tool_and_has_its_arguments(choice, names):
     wrapper, found = byte_level(), set()
-    markers = [tuple(wrapper._tokenizer.encode(text, False)) for text in ("<tool_call>", "</tool_call>")]
-    form = AnswerFormat(tool_start="<tool_call>", tool_end="</tool_call>", tool_start_ids=markers[0], is_json_call=True)
-    maker = GrammarGuides(wrapper, form)
+    maker = GrammarGuides(wrapper, CALLS)
     for seed in range(20):
         text = some_answer(maker.guide_for(asked(tools=TOOLS, tool_choice=choice), ()), wrapper, seed)
         assert text.startswith("<tool_call>")
@@ -166,7 +164,6 @@ def test_a_required_call_names_a_tool_and_has_its_arguments(choice, names):
 @pytest.mark.parametrize(
     ("form", "fields", "reason"),
     [
-        (PLAIN_TEXT, {"tools": TOOLS, "tool_choice": "required"}, "no JSON form"),
         (CALLS, {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "i"}}}, "'i'"),
         (CALLS, {"tools": [{"type": "function"}], "tool_choice": "required"}, "name"),
         (CALLS, {"tools": [{"function": {"name": "f", "parameters": [1]}}], "tool_choice": "required"}, "'f'"),

@@ -28,6 +28,7 @@ def answer_to(
     generated = (*text.encode(), *([END] if ended_by == "eos" else [])) if ids is None else ids
     done = CompletedGeneration(0, "finished", generated, text, ended_by, len(generated))
     model = dataclasses.replace(SCRIPTED, answer_format=form)
-    markers = form.markers("reasoning" if opened else form.first_state, with_calls=bool(request.offered_tools))
+    first = "reasoning" if opened else form.first_state
+    markers = form.markers(first, with_calls=bool(request.offered_tools), is_call=request.must_call)
     asked = dataclasses.replace(prompt or Prompt((), None, None, opened=opened), markers=markers)
     return read_answer(request, asked, done, model, id_seed)

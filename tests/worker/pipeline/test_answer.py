@@ -74,6 +74,48 @@ def test_an_answer_with_at_most_one_call_keeps_the_first():
     assert called("No.", parallel_tool_calls=False).finish_reason == "stop"
 
 
+PLAIN_CALL = '{"name": "look", "arguments": {"at": "</tool_call> <think>"}}'
+
+
+@pytest.mark.parametrize("form", [FORM, dataclasses.replace(FORM, tool_start=None, parse_call=None), PLAIN_TEXT])
+@pytest.mark.parametrize("text", [PLAIN_CALL, f"<tool_call>{PLAIN_CALL}</tool_call>"], ids=["plain", "marked"])
+@pytest.mark.parametrize("thought", ["", "<think>I look. </think>\n"])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}], ids=str)
+def test_an_answer_that_has_to_be_a_call_is_one_with_its_markers_or_without(form, text, thought, choice):
+    if (thought and form is PLAIN_TEXT) or ("<tool_call>" in text and form is not FORM):
+        pytest.skip("this model has no such markers")
+    answer = called(thought + text, form=form, tool_choice=choice)
+    assert [json.loads(x.function.arguments) for x in answer.tool_calls] == [{"at": "</tool_call> <think>"}]
+    assert (answer.finish_reason, answer.content, answer.tool_error) == ("tool_calls", "", None)
+    assert answer.reasoning == ("I look." if thought else None)
+    opened = called("Hm.</think>" + text, form=form, tool_choice=choice, opened="<think>") if thought else answer
+    assert opened.tool_calls == answer.tool_calls
+
+
+@pytest.mark.parametrize(
+    ("text", "ended_by", "why"),
+    [
+        (PLAIN_CALL[:-5], "length", "cut off"),
+        (call().removesuffix("</tool_call>"), "length", "cut off"),
+        ("I cannot.", "eos", "JSONDecodeError"),
+        ('{"name": "look", "arguments": 1}', "eos", "object"),
+    ],
+)
+def test_an_answer_that_has_to_be_a_call_and_is_none_stays_text_with_the_reason(text, ended_by, why):
+    answer = called(text, tool_choice="required", ended_by=ended_by)
+    assert (answer.content, answer.tool_calls) == (text, ())
+    assert why in (answer.tool_error or "")
+
+
+def test_text_beside_a_call_that_had_to_be_made_is_the_content():
+    answer = called(f"I look. {call()}", tool_choice="required")  # a scripted model follows no grammar
+    assert (answer.content, len(answer.tool_calls)) == ("I look.", 1)
+
+
+def test_a_json_object_is_no_call_unless_there_has_to_be_one():
+    assert called(PLAIN_CALL, form=PLAIN_TEXT).tool_calls == ()
+
+
 def test_ids_of_calls_are_the_same_for_the_same_delivery_and_unique_in_the_conversation():
     text = call() + call() + call(id="own") + call(id="own")
     ids = [x.id for x in called(text).tool_calls]

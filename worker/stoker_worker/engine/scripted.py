@@ -88,7 +88,6 @@ SCRIPTED_ANSWERS: Final = AnswerFormat(
     tool_start_ids=tuple(_CALL[0].encode()),
     tool_parser="json_tools",
     parse_call=_parse_call,
-    is_json_call=True,
     edges=(
         Edge("normal", _THINK[0], "reasoning"),
         Edge("reasoning", _THINK[1], "normal"),

@@ -44,10 +44,6 @@ class _LimitedPattern:
         return method(*args, timeout=self._most_s)
 
 
-_JSON_PARSERS: Final = frozenset({"json_tools"})
-"""Parsers of mlx-lm for models that write a call as the object ``{"name": ..., "arguments": {...}}``."""
-
-
 def answer_format(wrapper: Any) -> AnswerFormat:
     """
     Args:
@@ -64,7 +60,6 @@ def answer_format(wrapper: Any) -> AnswerFormat:
         tool_start_ids=tuple(wrapper.tool_call_start_tokens or ()),
         tool_parser=name,
         parse_call=with_time_limit(wrapper.tool_parser),
-        is_json_call=name in _JSON_PARSERS,
         edges=tuple(_edges(wrapper)),
         first_state=wrapper.response_initial_state or "normal",
     )

@@ -6,7 +6,7 @@ refuses what it does not support; its matcher does not raise: after an error, it
 
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -15,23 +15,17 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from stoker_shared.errors import GuideRefused, StokerError
-from stoker_shared.request import GenerationRequest, Guide, NamedTool
+from stoker_shared.request import GenerationRequest, Guide
 from stoker_shared.text import message_line
+from stoker_worker.models.call_grammars import JSON_OPTIONS, CallTokens, call_grammar, literal
 from stoker_worker.ports.engine import TokenMask
 from stoker_worker.ports.model import AnswerFormat
 
-_JSON: Final[dict[str, Any]] = {"whitespace_pattern": r"[ \n]{1,20}", "lenient": False}
-"""White space has a limit, because a model that is not sure may repeat it until its tokens are used up. `lenient` would
-drop the parts of a schema that are not supported."""
 
-CallMarkers = tuple[str, str]
-"""The beginning and end of a tool call, each as an item of a Lark rule."""
-
-
-def grammar_text(request: GenerationRequest, markers: CallMarkers | None) -> str | None:
+def grammar_text(request: GenerationRequest, calls: Callable[[], CallTokens]) -> str | None:
     """
     Args:
-        markers: those of a model that writes its calls as JSON, else ``None``.
+        calls: tells how the model writes calls.
 
     Returns:
         ``None`` for an answer of any form.
@@ -44,9 +38,9 @@ def grammar_text(request: GenerationRequest, markers: CallMarkers | None) -> str
     if request.is_formed and request.response_format is not None:
         wanted = request.response_format.json_schema
         schema = {"type": "object"} if wanted is None else wanted.schema_
-        return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON))  # type: ignore[arg-type]
-    if request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool):
-        return _of_call(request.tool_choice, request.tools or (), markers)
+        return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON_OPTIONS))  # type: ignore[arg-type]
+    if request.tool_choice is not None and request.must_call:
+        return call_grammar(request.tool_choice, request.tools or (), calls())
     return None
 
 
@@ -55,46 +49,8 @@ def _of_guide(guide: Guide) -> str:
         return str(LLMatcher.grammar_from_regex(guide.regex))
     if guide.lark is not None:
         return str(LLMatcher.grammar_from_lark(guide.lark))
-    choices = " | ".join(_literal(choice) for choice in guide.choice or ())
+    choices = " | ".join(literal(choice) for choice in guide.choice or ())
     return str(LLMatcher.grammar_from_lark(f"start: {choices}"))
-
-
-def _of_call(choice: NamedTool | str, tools: Sequence[Mapping[str, Any]], markers: CallMarkers | None) -> str:
-    """One call of one of the tools, and nothing else.
-
-    Each tool's parameters are a schema of their own, so that references inside it keep their meaning.
-    """
-    if markers is None:
-        raise GuideRefused("this model has no JSON form of tool calls: 'tool_choice' must be 'auto' or 'none'")
-    wanted = choice.function.name if isinstance(choice, NamedTool) else None
-    functions = [found for tool in tools if (found := _function(tool))["name"] == wanted or wanted is None]
-    if not functions:
-        raise GuideRefused(f"'tool_choice' names {wanted!r}, which is not in 'tools'")
-    before, after = markers
-    names = [f"call_{index}" for index in range(len(functions))]
-    rules = [f"start: {before} LINE ({' | '.join(names)}) LINE {after}", r"LINE: /\n?/"]
-    for name, function in zip(names, functions, strict=True):
-        opening = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
-        schema = {**(function.get("parameters") or {}), "type": "object", "x-guidance": _JSON}
-        rules.append(f'{name}: {_literal(opening)} {name}_arguments "}}"\n{name}_arguments: %json {json.dumps(schema)}')
-    return str(LLMatcher.grammar_from_lark("\n".join(rules)))
-
-
-def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    function = tool.get("function", tool)
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise GuideRefused("a tool that must be called needs a 'function' with a 'name'")
-    parameters = function.get("parameters") or {}
-    if not isinstance(parameters, Mapping):
-        raise GuideRefused(f"the 'parameters' of tool {function['name']!r} are no JSON schema")
-    kinds = parameters.get("type", "object")  # many leave it out
-    if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
-        raise GuideRefused(f"the 'parameters' of tool {function['name']!r} are not those of an object")
-    return function
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 class Grammar:
@@ -403,8 +359,10 @@ class GrammarGuides:
 
     def guide_for(self, request: GenerationRequest, prompt_ids: Sequence[int]) -> GrammarGuide | None:
         """As `GuideMaker.guide_for`."""
-        text = grammar_text(request, self._call_markers())
+        text = grammar_text(request, self._call_tokens)
         thinking = self._thinking(request, prompt_ids)
+        if text is not None and not request.must_call and self._has_headers:
+            raise GuideRefused("this model writes headers in its answers, which no grammar can begin after")
         first_call = self._first_call(request) if text is None else None
         is_limited = thinking is not None and request.max_reasoning_tokens is not None
         if text is None and first_call is None and not is_limited:
@@ -452,8 +410,6 @@ class GrammarGuides:
         Raises:
             GuideRefused: the matcher is in error, at once or at its first mask, or no answer at all fits.
         """
-        if self._form.first_state not in {"normal", "reasoning"}:
-            raise GuideRefused("this model writes headers in its answers, which no grammar can begin after")
         if not self._eos_ids:
             raise GuideRefused("this model has no end-of-sequence token, so no answer could end where its grammar does")
         grammar = Grammar(LLMatcher(self._tokenizer(), text, log_level=0, limits=_LIMITS), self._eos_ids)
@@ -482,13 +438,14 @@ class GrammarGuides:
             reason = message_line(error)[:_MOST_REASON]
             return GuideRefused(f"no grammar can guide this model's tokenizer: {reason}")
 
-    def _call_markers(self) -> CallMarkers | None:
-        """As token ids: the model has learned these tokens as its markers, not other tokens with the same text."""
-        form = self._form
-        if not form.is_json_call:
-            return None
-        return _items(form.tool_start_ids), _items(self._ids_of(form.tool_end or ""))
+    def _call_tokens(self) -> CallTokens:
+        form, tokens = self._form, self._wrapper._tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        added = {token.content: token_id for token_id, token in tokens.items()}
+        special = {token.content: token_id for token_id, token in tokens.items() if token.special}
+        return CallTokens(
+            form.tool_parser, form.tool_start or "", form.tool_end or "", added, special, self._has_headers
+        )
 
-
-def _items(ids: Sequence[int]) -> str:
-    return " ".join(f"<[{token}]>" for token in ids) or '""'
+    @property
+    def _has_headers(self) -> bool:
+        return self._form.first_state not in {"normal", "reasoning"}

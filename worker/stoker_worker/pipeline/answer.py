@@ -8,10 +8,10 @@ import hashlib
 import json
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from stoker_shared.answer_parts import cut
+from stoker_shared.answer_parts import Markers, Parts, cut
 from stoker_shared.message import Message
 from stoker_shared.request import GenerationRequest
 from stoker_shared.result import (
@@ -30,7 +30,7 @@ from stoker_worker.pipeline.job import Job
 from stoker_worker.pipeline.prompt import Prompt, replaced_version
 from stoker_worker.ports import CompletedGeneration, LoadedModel
 from stoker_worker.ports.memory import OwnMessage
-from stoker_worker.ports.model import AnswerFormat
+from stoker_worker.ports.model import AnswerFormat, ToolParser
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def read_answer(
     assert completion.ended_by is not None
     length = completion.ended_by == "length"
     calls = Calls(request.offered_tools, form, _used_ids(prompt), id_seed, is_cut_off=length)
-    parts = cut(completion.text, prompt.markers, calls.take, form.tool_end)
+    parts = calls.cut(completion.text, prompt.markers)
     said = parts.said
     found = calls.found if request.parallel_tool_calls else calls.found[:1]
     return Answer(
@@ -176,19 +176,37 @@ class Calls:
         """
         self._tools = _as_parsers_take(tools)
         self._names = {tool["function"]["name"] for tool in self._tools}
-        self._parse = form.parse_call
+        self._form = form
         self._ids = set(used_ids)
         self._seed = seed
         self._is_cut_off = is_cut_off
         self.found: list[ToolCall] = []
 
-    def take(self, text: str, is_closed: bool) -> str | None:
+    def cut(self, text: str, markers: Markers) -> Parts:
+        """The parts of the answer; each of its calls is read."""
+        if not markers.is_call:
+            return cut(text, markers, self._take, self._form.tool_end)
+        parts = cut(text, markers, self._take_whole, None)
+        if self.found:
+            return parts
+        anything = cut(text, self._form.markers(markers.first, with_calls=True), self._take, self._form.tool_end)
+        return replace(anything, error=anything.error or parts.error)
+
+    def _take_whole(self, text: str, is_closed: bool) -> str | None:
+        """Read a call with its markers, or a plain one, the JSON object ``{"name": ..., "arguments": ...}``."""
+        text, start, end = text.strip(), self._form.tool_start, self._form.tool_end or ""
+        if start and text.startswith(start):
+            return self._take(text.removeprefix(start).removesuffix(end), text.endswith(end))
+        return self._take(text, text.endswith("}"), _read_plain)
+
+    def _take(self, text: str, is_closed: bool, parse: ToolParser | None = None) -> str | None:
         """Read the text between a call's markers; returns why it is no call. `is_closed`: it has the last marker."""
         if not is_closed and self._is_cut_off:
             return "the call is cut off by max_tokens"
-        assert self._parse is not None
+        parse = parse or self._form.parse_call
+        assert parse is not None
         try:
-            parsed = self._parse(text, self._tools)
+            parsed = parse(text, self._tools)
             read = [_read(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
         except Exception as error:  # a parser of another library, on whatever the model wrote
             return one_line(error)
@@ -209,6 +227,10 @@ class Calls:
             count += 1
         self._ids.add(own)
         return own
+
+
+def _read_plain(text: str, tools: Sequence[Mapping[str, Any]] | None) -> Any:
+    return json.loads(text)
 
 
 def _as_parsers_take(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

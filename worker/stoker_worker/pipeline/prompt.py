@@ -115,7 +115,8 @@ def build_prompt(
         prompt = _text_prompt(request, history, model, tokenizer)
     form = model.answer_format
     opening = form.opening(prompt.ids)
-    markers = form.markers(form.state_after(prompt.ids), with_calls=bool(request.offered_tools))
+    first = form.state_after(prompt.ids)
+    markers = form.markers(first, with_calls=bool(request.offered_tools), is_call=request.must_call)
     return replace(
         prompt,
         opened=tokenizer.decode(opening) if opening else "",

@@ -170,7 +170,6 @@ class AnswerFormat:
         tool_start_ids: the token ids of `tool_start`.
         tool_parser: the name of mlx-lm's parser, such as ``qwen3_coder``.
         parse_call: that parser.
-        is_json_call: whether the text between the markers is the JSON object ``{"name": ..., "arguments": {...}}``.
         edges: how markers lead from state to state, as in mlx-lm's state machine.
         first_state: of an answer whose prompt does not open the thinking.
     """
@@ -184,15 +183,20 @@ class AnswerFormat:
     tool_start_ids: tuple[int, ...] = ()
     tool_parser: str | None = None
     parse_call: ToolParser | None = None
-    is_json_call: bool = False
     edges: tuple[Edge, ...] = ()
     first_state: State = "normal"
 
-    def markers(self, first: State, *, with_calls: bool) -> Markers:
-        """Those of an answer that begins in the state `first`. `with_calls`: tools are offered."""
-        takes_calls = with_calls and self.parse_call is not None
+    def markers(self, first: State, *, with_calls: bool, is_call: bool = False) -> Markers:
+        """Those of an answer that begins in the state `first`.
+
+        Args:
+            with_calls: whether tools are offered.
+            is_call: whether one of them must be called. Where a header tells what follows, that makes no difference.
+        """
+        is_call = is_call and self.first_state != "header"
+        takes_calls = with_calls and self.parse_call is not None and not is_call
         edges = (edge for edge in self.edges if edge.state != "tool" and (takes_calls or edge.to != "tool"))
-        return Markers(first=first, edges=tuple(edges))
+        return Markers(first=first, edges=tuple(edges), is_call=is_call)
 
     def opening(self, prompt_ids: Sequence[int]) -> tuple[int, ...]:
         """The end of the prompt, from the marker on with which the template opens the thinking; empty if it does not.

@@ -1,0 +1,130 @@
+"""A call that has to be made is read back by mlx-lm's own parser, in each notation, and valid for its tool."""
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+from tests.worker.models.test_grammars import allowed, asked
+from tests.worker.models.tool_formats import ARGUMENTS, CALLS, TOOL, wrapper
+
+from stoker_worker.models.answer_formats import answer_format
+from stoker_worker.models.guides import GrammarGuides
+
+TEXT = {"type": "string", "maxLength": 9}
+KINDS: dict[str, Any] = {
+    "text": TEXT,
+    "word": {"enum": ["red <b>", "blau", "é"]},
+    "least": {"type": "string", "minLength": 2, "maxLength": 4},
+    "whole": {"type": "integer"},
+    "number": {"type": "number", "minimum": -1e6, "maximum": 1e6},
+    "flag": {"type": "boolean"},
+    "nothing": {"type": "null"},
+    "list": {"type": "array", "items": {"$ref": "#/$defs/point"}, "maxItems": 2},
+    "object": {"$ref": "#/$defs/point"},
+    "text or null": {"anyOf": [TEXT, {"type": "null"}]},
+    "whole or null": {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None},
+    "types": {"type": ["string", "integer"], "maxLength": 9},
+    "pattern": {"type": "string", "pattern": "^[a-c]{2,9}$"},
+}
+POINT = {
+    "type": "object",
+    "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 9}, "name": TEXT},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+PLAIN = {
+    "function_gemma": {"list", "object", "types", "pattern"},
+    "gemma4": {"list", "types", "pattern"},
+    "qwen3_coder": {"whole or null", "types", "pattern"},
+    "minimax_m2": {"object", "types", "pattern"},
+    "minicpm5": {"object", "types", "pattern"},
+    **{name: {"pattern"} for name in ("glm47", "laguna")},
+}
+"""The kinds of values that a notation cannot write so that its parser reads them."""
+
+
+OTHER_FORMS = {"mistral", "kimi_k3"}
+"""Parsers that read several forms; the grammar has another one than `CALLS`."""
+
+
+def tool(parameters: Any, name: str = "look") -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+class Model:
+    """A model of random weights whose calls have the notation of a parser."""
+
+    def __init__(self, parser: str | None, added: tuple[str, ...] = ()) -> None:
+        self.wrapper = wrapper(parser, added)
+        form = answer_format(self.wrapper)
+        self.form = form
+        self.maker = GrammarGuides(self.wrapper, form)
+
+    def text(self, tools: list[Any], seed: int, **fields: Any) -> str:
+        """An answer that is drawn from what the grammar allows."""
+        guide = self.maker.guide_for(asked(tools=tools, tool_choice="required", **fields), ())
+        draw, tokens, token = random.Random(seed), [], None
+        assert guide is not None
+        while True:
+            mask = guide.after(token)
+            assert guide.error is None, (guide.error, self.wrapper._tokenizer.decode(tokens))
+            token = draw.choice(allowed(mask))
+            if token in self.wrapper.eos_token_ids:
+                return self.wrapper._tokenizer.decode(tokens)
+            tokens.append(token)
+            assert len(tokens) < 3000
+
+    def read(self, text: str, tools: list[Any]) -> tuple[Any, bool]:
+        """The call, by mlx-lm's parser, and whether it is plain."""
+        if text.startswith('{"name": '):
+            return json.loads(text), True
+        start, end = self.form.tool_start or "", self.form.tool_end or ""
+        if self.form.first_state == "header":
+            text = text[text.index(start) :]
+        assert text.startswith(start)
+        assert text.endswith(end)
+        assert self.form.parse_call is not None
+        found = self.form.parse_call(text[len(start) : len(text) - len(end)], tools)
+        if isinstance(found, list):
+            (found,) = found
+        return found, False
+
+    def accepts(self, text: str, tools: list[Any]) -> bool:
+        guide = self.maker.guide_for(asked(tools=tools, tool_choice="required"), ())
+        assert guide is not None
+        token = None
+        for following in self.wrapper._tokenizer.encode(text, add_special_tokens=False):
+            if following not in allowed(guide.after(token)):
+                return False
+            token = following
+        return bool(self.wrapper.eos_token_ids & {*allowed(guide.after(token))})
+
+
+@pytest.mark.parametrize("parser", CALLS)
+def test_the_call_that_a_parser_reads_is_what_the_grammar_accepts(parser):
+    model = Model(parser)
+    said = f"{model.form.tool_start}{CALLS[parser]}{model.form.tool_end}"
+    if parser == "muse_spark":
+        said = f"to=self<|message|>Hm.<|eom|><|start|>assistant to=weather<|message|>{said}"
+    tools = [tool({**TOOL["function"]["parameters"], "required": ["city"]}, "weather")]
+    given, _ = model.read(said, tools)
+    assert given["arguments"] == ARGUMENTS
+    assert model.accepts(said, tools) == (parser not in OTHER_FORMS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("parser", [*CALLS, None])
+def test_whatever_is_drawn_is_read_by_the_parser_and_valid(parser, kind):
+    model, n_plain = Model(parser), 0
+    key = kind.replace(" ", "_")
+    parameters = {"type": "object", "properties": {key: KINDS[kind]}, "required": [key], "$defs": {"point": POINT}}
+    tools = [tool({**parameters, "additionalProperties": False})]
+    for seed in range(12):
+        text = model.text(tools, seed)
+        call, is_plain = model.read(text, tools)
+        assert call["name"] == "look"
+        jsonschema.validate(call["arguments"], tools[0]["function"]["parameters"])
+        n_plain += is_plain
+    assert n_plain == (12 if parser is None or kind in PLAIN.get(parser, ()) else 0)
