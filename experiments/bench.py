@@ -27,7 +27,7 @@ from stoker_worker.models.blas import preload_blas
 from stoker_worker.pipeline.answer import read_answer
 from stoker_worker.pipeline.prompt import Prompt, build_prompt, next_transcript
 from stoker_worker.ports import AgentVersion, CompletedGeneration, Delivery, GenerationWork, LoadedModel, Restored, Turn
-from stoker_worker.ports.cache_spec import BLOCK_TOKENS, StoreDtype
+from stoker_worker.ports.cache_spec import StoreDtype
 
 MAX_BATCH = 8
 POOL_BLOCKS = 64
@@ -192,8 +192,7 @@ class Bench:
                 is_saved=request.cache == "readwrite",
                 beside_others=beside_others,
             )
-        save_from = restored.saved_blocks * BLOCK_TOKENS if request.cache == "readwrite" else None
-        work = GenerationWork(request, prompt.ids, prefix=restored.prefix, save_from=save_from)
+        work = GenerationWork(request, prompt.ids, restored.prefix, is_saved=request.cache == "readwrite")
         return Prepared(request, agent, prompt, restored, work)
 
     def save(self, store: AgentCacheStore, prepared: Prepared, completion: CompletedGeneration) -> float:

@@ -135,7 +135,7 @@ def leaks(jobs: int) -> Json:
     ended, most, left = 0, 0, jobs
     while left or engine.in_flight:
         while left and engine.in_flight < 16:
-            engine.submit(work(random_ids(dice, dice.randrange(1, 400)), dice.randrange(1, 120), save_from=0))
+            engine.submit(work(random_ids(dice, dice.randrange(1, 400)), dice.randrange(1, 120), is_saved=True))
             left -= 1
         if dice.random() < 0.01:
             ended += engine.cancel(next(iter(engine.progress()))) is not None

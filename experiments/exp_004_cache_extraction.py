@@ -18,7 +18,7 @@ from prompts import DELTAS, text_of
 from report import Report, band, columns, figure, listed, say, yes
 
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.ports import CacheSlice, CompletedGeneration
+from stoker_worker.ports import CompletedGeneration, SequenceCache
 
 CHAT = "chat, ended by EOS"
 
@@ -75,8 +75,8 @@ def one_batch(bench: Bench, folder: Path, asked: Sequence[Json]) -> list[Json]:
                 "a_token_in_every_step": step - first_step[completion.uid] + 1 == len(completion.generated_ids),
                 "rows_going_on": len(after),
                 "others_advanced": all(after[uid].tokens == before[uid].tokens + 1 for uid in decoding),
-                "cache_tokens": cache.stop,
-                "cache_tokens_right": cache.start == 0 and cache.stop == len(turn.prompt.ids) + completion.kept,
+                "cache_tokens": cache.n_tokens,
+                "cache_tokens_right": cache.n_tokens == len(turn.prompt.ids) + completion.kept,
                 "saved_ms": round(1000 * bench.save(store, turn, completion), 1),
             }
     engine.close()
@@ -109,7 +109,7 @@ def _continued(fields: Json, n: int) -> Json:
     return {**asked, "prompt": DELTAS[n % len(DELTAS)]}
 
 
-def _digest(cache: CacheSlice | None) -> str:
+def _digest(cache: SequenceCache | None) -> str:
     digest = hashlib.blake2b()
     for pair in cache.layers if cache else ():
         for array in pair:
@@ -224,7 +224,7 @@ def plot(content: Json, results: Path) -> None:
             left.text(row["end_step"] + 0.7, place, row["name"], va="center", fontsize=8)
         left.set(xlabel="engine step", yticks=[], title="one token a step; the cache leaves at the right end")
         left.set_xlim(0, 1.45 * max(row["end_step"] for row in batch))
-        for kind in ("whole", "new part"):
+        for kind in dict.fromkeys(cost["kind"] for cost in content["costs"]):
             costs = [cost for cost in content["costs"] if cost["kind"] == kind]
             shares = [cost["share_of_step"] for cost in costs]
             band(right, [cost["tokens"] for cost in costs], shares, 100, label=f"{kind} handed over")

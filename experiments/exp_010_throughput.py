@@ -107,7 +107,7 @@ class Engines:
         if load.places not in self._by_places:
             self._by_places[load.places] = self._bench.worker_engine(load.places, max_step_s=0.5)
         engine = self._by_places[load.places]
-        works = [work(job.ids, job.max_tokens, save_from=0) for job in load.jobs]  # caches are handed over
+        works = [work(job.ids, job.max_tokens, is_saved=True) for job in load.jobs]  # caches are handed over
         eos = self._bench.model.tokenizer.eos_ids
         return [[i for i in end.generated_ids if i not in eos] for end in answers(engine, works)]
 

@@ -20,7 +20,7 @@ from report import Report, columns, figure, percent
 
 from stoker_worker.memory.admin.verify import verify_store
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.ports import RestoredPrefix
+from stoker_worker.ports import SequenceCache
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, StoreDtype
 
 MODES: tuple[StoreDtype, ...] = ("native", "q8", "q4")
@@ -41,7 +41,7 @@ class Mode:
     store: AgentCacheStore
     folder: Path
 
-    def prefix(self, agent: str, text: str) -> RestoredPrefix:
+    def prefix(self, agent: str, text: str) -> SequenceCache:
         turn = self.prepare(agent, text)
         if turn.work.prefix is None or turn.restored.miss_reason is not None or turn.restored.source != "disk":
             raise RuntimeError(f"{agent} was not restored from the disk: {turn.restored}")
@@ -121,7 +121,7 @@ def quality(modes: Sequence[Mode], agent: str, text: str, cache: Any, continuati
     prompt = bench.encode(text)
     if whole[: n_prompt - 1] != prompt[: n_prompt - 1]:
         raise RuntimeError(f"{agent}: the longer text does not begin as the prompt does")
-    kept = RestoredPrefix(n_prompt - 1, tuple((k[:, : n_prompt - 1], v[:, : n_prompt - 1]) for k, v in cache.layers))
+    kept = SequenceCache(n_prompt - 1, tuple((k[:, : n_prompt - 1], v[:, : n_prompt - 1]) for k, v in cache.layers))
     reference = log_likelihoods(bench, kept, whole)
     row: Json = {
         "agent": agent,

@@ -27,7 +27,7 @@ from works import work
 from stoker import Producer
 from stoker_worker.embedded_redis import EmbeddedServer
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.ports import CacheSlice, Restored
+from stoker_worker.ports import Restored, SequenceCache
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 
 AGENTS = 8
@@ -102,7 +102,7 @@ def steps(bench: Bench, folder: Path, *, blocks: int, rows: int, repeats: int) -
     taken: dict[str, list[float]] = {"quiet": [], "reading": [], "reading ahead": [], "joining": []}
     reads: list[float] = []
     ids, n_tokens = random_tokens(BLOCK_TOKENS * blocks), BLOCK_TOKENS * blocks
-    cache = CacheSlice(0, n_tokens, Contents.random(bench.model.spec, n_tokens, 1).layers)
+    cache = SequenceCache(n_tokens, Contents.random(bench.model.spec, n_tokens, 1).layers)
     with closing(AgentCacheStore(folder, memory_max_bytes=2 << 30)) as store:
         agent = save_turn(store, bench.model, "long", ids, cache)
         engine, restoring = bench.worker_engine(16, max_step_s=0.5), bench.with_room()

@@ -22,7 +22,7 @@ from rows_loads import COMING, EQUAL, FULL, MIXED, QUICK, RESTORED, SHORT, SIZES
 from rows_parts import PARTS, Parts
 from works import let_decode, work
 
-from stoker_worker.ports import GenerationWork, RestoredPrefix
+from stoker_worker.ports import GenerationWork, SequenceCache
 from stoker_worker.ports.model import Batching, ServingMode
 
 ROUNDS = {"mixed": 1, "mixed_restored": 3, "restored": 5, "short": 5, "steady": 5, **{f"batch_{n}": 5 for n in SIZES}}
@@ -133,7 +133,7 @@ def _restored(bench: Bench, n_tokens: int) -> GenerationWork:
         for array in (keys, values):
             array[:, :n_tokens] = rng.standard_normal((array.shape[0], n_tokens, array.shape[2]), np.float32)
     del keys, values, array
-    return work(rng.integers(1000, 9000, n_tokens + 1).tolist(), 8, RestoredPrefix(n_tokens, (), room=room))
+    return work(rng.integers(1000, 9000, n_tokens + 1).tolist(), 8, SequenceCache(n_tokens, (), room=room))
 
 
 # --- all of it ---

@@ -19,7 +19,7 @@ from quality import Plan, change_of, log_likelihoods, mean_ratio
 from report import Report, columns, figure, percent, say
 from works import work
 
-from stoker_worker.ports import RestoredPrefix
+from stoker_worker.ports import SequenceCache
 
 MOST_PERPLEXITY = 0.01
 """How much perplexity may change, either way: the limit of q8 in EXP-012."""
@@ -34,12 +34,12 @@ FULL = Plan(("English", "Python", "German", "JSON"), 400, 160, 6, 120, 24, 20)
 QUICK = Plan(("English",), 140, 100, 2, 60, 4, 8)
 
 
-def prefix(bench: Bench, ids: Sequence[int]) -> RestoredPrefix:
+def prefix(bench: Bench, ids: Sequence[int]) -> SequenceCache:
     """The engine's own cache of all tokens but the last."""
-    (done,) = bench.answers([work(ids, 1, save_from=0)])
+    (done,) = bench.answers([work(ids, 1, is_saved=True)])
     assert done.cache is not None
     n = len(ids) - 1
-    return RestoredPrefix(n, tuple((keys[:, :n], values[:, :n]) for keys, values in done.cache.layers))
+    return SequenceCache(n, tuple((keys[:, :n], values[:, :n]) for keys, values in done.cache.layers))
 
 
 def likelihoods(benches: Mapping[str, Bench], kind: str, plan: Plan) -> Json:

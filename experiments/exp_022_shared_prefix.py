@@ -19,7 +19,7 @@ from prompts import text_of
 from report import Report, columns, figure, short
 from works import work
 
-from stoker_worker.ports import GenerationWork, RestoredPrefix
+from stoker_worker.ports import GenerationWork, SequenceCache
 
 OWN_TOKENS = (16, 64)
 GENERATED = 16
@@ -79,7 +79,7 @@ def run_once(bench: Bench, works: list[GenerationWork], contestant: str) -> Run:
     return Run(step_s, cache_bytes, blocks, peak, [done[uid].generated_ids for uid in uids])
 
 
-def works_of(bench: Bench, system: list[int], prefix: RestoredPrefix, n_rows: int) -> list[GenerationWork]:
+def works_of(bench: Bench, system: list[int], prefix: SequenceCache, n_rows: int) -> list[GenerationWork]:
     """Sequences that begin with `system`. The first has it restored; the others take it over from the first."""
     dice = random.Random(22)
     words = bench.encode(text_of(bench.encode, "English", 2000, seed=1))
@@ -91,12 +91,12 @@ def works_of(bench: Bench, system: list[int], prefix: RestoredPrefix, n_rows: in
     return works
 
 
-def prefix_of(bench: Bench, system: list[int]) -> RestoredPrefix:
+def prefix_of(bench: Bench, system: list[int]) -> SequenceCache:
     """The cache of `system`, as a store would restore it."""
-    (end,) = bench.answers([work(system, 1, save_from=0)])
+    (end,) = bench.answers([work(system, 1, is_saved=True)])
     assert end.cache is not None
     n = len(system)
-    return RestoredPrefix(n, tuple((keys[:, :n].copy(), values[:, :n].copy()) for keys, values in end.cache.layers))
+    return SequenceCache(n, tuple((keys[:, :n].copy(), values[:, :n].copy()) for keys, values in end.cache.layers))
 
 
 def measured(bench: Bench, works: list[GenerationWork], n_tokens: int, rounds: int) -> Json:

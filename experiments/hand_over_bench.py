@@ -6,7 +6,6 @@ MLX is imported after the BLAS library is loaded.
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,11 +15,11 @@ from common import Json, in_turn, note, spread
 from prompts import text_of
 
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.ports import CacheSlice, CompletedGeneration, GenerationWork
+from stoker_worker.ports import CompletedGeneration, GenerationWork, SequenceCache
 
 
 def hand_over_costs(bench: Bench, folder: Path, lengths: Sequence[int], rounds: int, rows: int) -> list[Json]:
-    """`rows` sequences of one length, all from cache; each ends at a different step. Lengths and kinds take turns.
+    """`rows` sequences of one length, all from cache; each ends at a different step. Lengths take turns.
 
     The model's forward pass of the next step is running when a sequence is handed over. The next step would spend the
     measured `wait` anyway; `copy` is the cost of the hand-over: mlx-lm's lazy copy of the sequence, and the cut.
@@ -28,20 +27,18 @@ def hand_over_costs(bench: Bench, folder: Path, lengths: Sequence[int], rounds: 
     store = AgentCacheStore(folder)
     asked = {n: {"agent_id": f"{n}", "prompt": text_of(bench.encode, "English", n), "max_tokens": 1} for n in lengths}
     bench.serve(store, list(asked.values()))
-    kinds = [(n, kind) for n in lengths for kind in ("whole", "new part")]
-    samples: dict[tuple[int, str], dict[str, list[float]]] = {key: defaultdict(list) for key in kinds}
-    for number, (n, kind) in in_turn(kinds, rounds):
-        note(f"cost of handing over {n} tokens, {kind}, round {number + 1} of {rounds}")
+    samples: dict[int, dict[str, list[float]]] = {n: defaultdict(list) for n in lengths}
+    for number, n in in_turn(lengths, rounds):
+        note(f"cost of handing over {n} tokens, round {number + 1} of {rounds}")
         turns = [bench.prepare(store, {**asked[n], "max_tokens": 3 + 2 * row}) for row in range(rows)]
-        works = [replace(turn.work, save_from=0) if kind == "whole" else turn.work for turn in turns]
-        ended = _hand_over(bench, works, samples[n, kind])
-        for completion in ended[::3] if kind == "whole" else ():
+        ended = _hand_over(bench, [turn.work for turn in turns], samples[n])
+        for completion in ended[::3]:
             # A new agent with its own salt: none of its blocks is in the store, so all are written.
             name = f"{n} {number} {completion.uid}"
             fresh = bench.prepare(store, {**asked[n], "agent_id": name, "cache_salt": name})
-            samples[n, kind]["save_ms"].append(1000 * bench.save(store, fresh, completion))
+            samples[n]["save_ms"].append(1000 * bench.save(store, fresh, completion))
     store.close()
-    return [{"tokens": n, "kind": kind, **{k: spread(v) for k, v in s.items()}} for (n, kind), s in samples.items()]
+    return [{"tokens": n, "kind": "whole", **{k: spread(v) for k, v in s.items()}} for n, s in samples.items()]
 
 
 def _hand_over(
@@ -73,14 +70,14 @@ def _hand_over(
     return ended
 
 
-def timing(times: list[tuple[float, float]]) -> Callable[..., CacheSlice]:
+def timing(times: list[tuple[float, float]]) -> Callable[..., SequenceCache]:
     """`slice_caches`, recording the seconds it waited for the model's stream, and the seconds it then took."""
     import mlx.core as mx
     from mlx_lm.generate import generation_stream
 
     from stoker_worker.engine.transfer import slice_caches  # before it is replaced
 
-    def timed(*piece_of: Any) -> CacheSlice:
+    def timed(*piece_of: Any) -> SequenceCache:
         begin = time.perf_counter()
         mx.synchronize(generation_stream)
         waited = time.perf_counter()
@@ -127,5 +124,5 @@ def busy_batch(bench: Bench, folder: Path, history: int, turns: int, answer: int
             "share": round(copied / (1000 * decoding), 4)}  # fmt: skip
 
 
-def _bytes(cache: CacheSlice | None) -> int:
+def _bytes(cache: SequenceCache | None) -> int:
     return sum(array.nbytes for pair in cache.layers for array in pair) if cache else 0

@@ -14,7 +14,7 @@ from bench import Bench
 from common import Json
 from prompts import text_of
 
-from stoker_worker.ports import RestoredPrefix
+from stoker_worker.ports import SequenceCache
 
 GREEDY_KINDS = ("English", "French", "Python", "German", "Spanish", "Portuguese")
 """The texts that greedy answers continue."""
@@ -44,7 +44,7 @@ class Plan:
         return {f"{kind} {length}": text_of(encode, kind, length) for kind, length in kinds}
 
 
-def log_likelihoods(bench: Bench, prefix: RestoredPrefix, ids: Sequence[int]) -> Any:
+def log_likelihoods(bench: Bench, prefix: SequenceCache, ids: Sequence[int]) -> Any:
     """Natural log-likelihood of each of `ids` except the first, after `prefix`, teacher-forced in one pass."""
     import mlx.core as mx
 

@@ -17,7 +17,6 @@ from works import answers, work
 
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import CompletedGeneration, LoadedModel
-from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 
 VOCABULARY = 128
 _NARROW = {"vocab_size": VOCABULARY, "intermediate_size": 64, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
@@ -122,7 +121,7 @@ class RandomModel:
         """One turn of the agent, restored from the store and saved to it, and the number of cached tokens."""
         agent = store.open_agent("agent")
         restored = store.restore(ids, agent=agent, model=self.loaded, salt=None)
-        asked = work(ids, max_tokens, restored.prefix, save_from=restored.saved_blocks * BLOCK_TOKENS)
+        asked = work(ids, max_tokens, restored.prefix, is_saved=True)
         with closing(self.engine(max_batch=2, blocks=64)) as engine:
             (completion,) = answers(engine, [asked])
         save_turn(store, self.loaded, "agent", (*ids, *completion.generated_ids), completion.cache)

@@ -17,7 +17,7 @@ from common import Json, percentiles, spread, timed
 from synthetic_cache import SavedAgent, same
 
 from stoker_worker.memory.lookup import n_readers
-from stoker_worker.ports import Array, CacheSlice
+from stoker_worker.ports import Array, SequenceCache
 
 
 @dataclass(frozen=True)
@@ -123,11 +123,11 @@ class BatchWays:
         self._saved, self._n_tokens = saved, n_tokens
         self._batch = _joined([saved.caches(saved.restore(n_tokens - 1)) for _ in range(2)])
 
-    def extract(self) -> CacheSlice:
+    def extract(self) -> SequenceCache:
         """One sequence of a batch of two."""
         return self._sliced(self._batch, self._n_tokens)
 
-    def round_trip(self) -> CacheSlice:
+    def round_trip(self) -> SequenceCache:
         """Restore, join a batch of one, take one more token, extract."""
         return self._sliced(_joined([self._saved.caches(self._saved.restore(self._n_tokens))]), self._n_tokens + 1)
 
@@ -135,10 +135,10 @@ class BatchWays:
         layers, n_tokens = self._saved.contents.layers, self._n_tokens
         return same(self.round_trip().layers, layers, n_tokens) and same(self.extract().layers, layers, n_tokens - 1)
 
-    def _sliced(self, batch: Sequence[Any], n_tokens: int) -> CacheSlice:
+    def _sliced(self, batch: Sequence[Any], n_tokens: int) -> SequenceCache:
         from stoker_worker.engine.transfer import slice_caches
 
-        return slice_caches([cache.extract(0) for cache in batch], 0, n_tokens, self._saved.model.spec)
+        return slice_caches([cache.extract(0) for cache in batch], n_tokens, self._saved.model.spec)
 
 
 def _joined(rows: Sequence[Any]) -> list[Any]:

@@ -102,7 +102,7 @@ def round_trips(bench: Bench, folder: Path, *, blocks: int, rounds: int, tokens:
             warm = one.completion.cache.layers
             same_tokens = same_tokens and one.completion.generated_ids == first.completion.generated_ids
             exact = exact and same(warm, cold, n_tokens)
-            same_new = same_new and same(warm, cold, one.completion.cache.stop)
+            same_new = same_new and same(warm, cold, one.completion.cache.n_tokens)
             furthest = max(furthest, _furthest(warm, cold, n_tokens))
     return {"blocks": blocks, "layers": len(cold), "answer_tokens": tokens,
             "ms": {name: percentiles(values) for name, values in samples.items()},

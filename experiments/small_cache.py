@@ -30,7 +30,7 @@ from synthetic_cache import turn_after
 from stoker_worker.memory.blocks import empty_layers, empty_states
 from stoker_worker.memory.files import Chunk, Disk
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.ports import CacheSlice, LoadedModel, Snapshot
+from stoker_worker.ports import LoadedModel, SequenceCache, Snapshot
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
 
 HEADS, HEAD_DIM, WINDOW_TOKENS = 8, 256, 1024
@@ -55,14 +55,14 @@ class NoSyncs(Disk):
     flush = sync_folder
 
 
-def cache() -> CacheSlice:
+def cache() -> SequenceCache:
     """A turn's cache as the engine hands it over: with snapshots before the prompt's last token and at the end."""
     dice = np.random.default_rng(1)
     layers = empty_layers(SPEC, N_TOKENS)
     snapshots = [Snapshot(n, empty_states(SPEC, n)) for n in (N_PROMPT - 1, N_TOKENS)]
     for array in (x for pair in (*layers, *(state for one in snapshots for state in one.states)) for x in pair):
         array[...] = dice.integers(0, 1 << 15, array.shape)
-    return CacheSlice(0, N_TOKENS, layers, tuple(snapshots))
+    return SequenceCache(N_TOKENS, layers, tuple(snapshots))
 
 
 class Samples:
@@ -78,7 +78,7 @@ class Samples:
         return result
 
 
-def through_store(name: str, store: AgentCacheStore, cache: CacheSlice, number: int, samples: Samples) -> None:
+def through_store(name: str, store: AgentCacheStore, cache: SequenceCache, number: int, samples: Samples) -> None:
     agent_id, ids = f"agent {number}", (number + 1, *range(1, N_TOKENS))
     turn = turn_after(store.open_agent(agent_id), MODEL, ids, cache)
     samples.timed(f"{name}_save", partial(store.save, turn))
@@ -107,7 +107,7 @@ def by_mlx_lm(folder: Path, number: int, samples: Samples) -> None:
     os.sync()
 
 
-def plainly(folder: Path, cache: CacheSlice, number: int, samples: Samples) -> None:
+def plainly(folder: Path, cache: SequenceCache, number: int, samples: Samples) -> None:
     def write(name: str, content: bytes) -> None:
         with open(folder / name, "xb") as file:
             file.write(content)
@@ -120,7 +120,7 @@ def plainly(folder: Path, cache: CacheSlice, number: int, samples: Samples) -> N
     samples.timed("one_sync", partial(write, f"small {number}", b"sync"))
 
 
-def arrays_of(cache: CacheSlice) -> list[Any]:
+def arrays_of(cache: SequenceCache) -> list[Any]:
     """Of the cache after the turn: 48 layers of 15 tokens."""
     return [x for pair in (*cache.layers, *cache.snapshots[-1].states) for x in pair]
 

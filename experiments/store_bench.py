@@ -20,7 +20,7 @@ from redis import Redis
 from stoker import Producer
 from stoker_worker.engine.scripted import ScriptedProvider, cache_of
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.ports import AgentVersion, CacheSlice, Delivery, LoadedModel, Transcript, Turn
+from stoker_worker.ports import AgentVersion, Delivery, LoadedModel, SequenceCache, Transcript, Turn
 
 ANSWER_TOKENS = 16
 N_THREADS = 4
@@ -40,7 +40,7 @@ def take_turn(
     assert store.answer(name, delivery) is None
     before = agent.transcript
     tokens = (*(before.token_ids if before else ()), *prompt.encode())
-    cache: CacheSlice | None = None
+    cache: SequenceCache | None = None
     if with_cache:
         store.restore(tokens, agent=agent, model=model, salt=None)
         cache = cache_of(tokens, 0)

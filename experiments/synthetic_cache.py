@@ -23,12 +23,11 @@ from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import (
     AgentVersion,
     Array,
-    CacheSlice,
     Delivery,
     LayerKV,
     LayerState,
     LoadedModel,
-    RestoredPrefix,
+    SequenceCache,
     Snapshot,
     Transcript,
     Turn,
@@ -54,7 +53,7 @@ def random_tokens(n_tokens: int, seed: int = 1) -> tuple[int, ...]:
     return tuple(np.random.default_rng(seed).integers(2, 40_000, n_tokens).tolist())
 
 
-def turn_after(base: AgentVersion, model: LoadedModel, ids: Sequence[int], cache: CacheSlice | None) -> Turn:
+def turn_after(base: AgentVersion, model: LoadedModel, ids: Sequence[int], cache: SequenceCache | None) -> Turn:
     """The agent's next turn, whose transcript is `ids`."""
     transcript = Transcript(tuple(ids), model.tokenizer_fingerprint, None, "synthetic", "length")
     delivery = Delivery(f"job {base.agent_id} {base.number}", "0")
@@ -62,7 +61,7 @@ def turn_after(base: AgentVersion, model: LoadedModel, ids: Sequence[int], cache
 
 
 def save_turn(
-    store: AgentCacheStore, model: LoadedModel, agent_id: str, ids: Sequence[int], cache: CacheSlice | None
+    store: AgentCacheStore, model: LoadedModel, agent_id: str, ids: Sequence[int], cache: SequenceCache | None
 ) -> AgentVersion:
     """Save the agent's next turn; returns the version that it made."""
     store.save(turn_after(store.open_agent(agent_id), model, ids, cache))
@@ -129,10 +128,10 @@ class SavedAgent:
         contents = contents or Contents.random(spec, n_tokens, seed)
         ids = random_tokens(n_tokens, seed)
         snapshots = (Snapshot(n_tokens, contents.states),) if contents.states else ()
-        agent = save_turn(store, model, name, ids, CacheSlice(0, n_tokens, contents.layers, snapshots))
+        agent = save_turn(store, model, name, ids, SequenceCache(n_tokens, contents.layers, snapshots))
         return cls(SimpleNamespace(make_cache=partial(_empty_caches, spec)), store, model, agent, ids, contents)
 
-    def restore(self, n_tokens: int) -> RestoredPrefix:
+    def restore(self, n_tokens: int) -> SequenceCache:
         """The first `n_tokens` tokens from the store, verified. The prompt has one more, left to feed."""
         prompt = (*self.ids[:n_tokens], 1)
         restored = self.store.restore(prompt, agent=self.agent, model=self.model, salt=None)
@@ -140,7 +139,7 @@ class SavedAgent:
             raise RuntimeError(f"not restored whole: {restored.miss_reason}")
         return restored.prefix
 
-    def caches(self, prefix: RestoredPrefix) -> list[Any]:
+    def caches(self, prefix: SequenceCache) -> list[Any]:
         """The engine's part: the caches that a sequence goes on in, evaluated."""
         import mlx.core as mx
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from stoker_shared import build_request
-from stoker_worker.ports import CompletedGeneration, GenerationWork, LoadedModel, RestoredPrefix
+from stoker_worker.ports import CompletedGeneration, GenerationWork, LoadedModel, SequenceCache
 
 
 class Endless:
@@ -22,11 +22,11 @@ class Endless:
 
 
 def work(
-    ids: Iterable[int], max_tokens: int, prefix: RestoredPrefix | None = None, *, save_from: int | None = None
+    ids: Iterable[int], max_tokens: int, prefix: SequenceCache | None = None, *, is_saved: bool = False
 ) -> GenerationWork:
     """A greedy sequence of given tokens."""
     request = build_request({"agent_id": "agent", "prompt": "given as tokens", "max_tokens": max_tokens})
-    return GenerationWork(request, tuple(ids), prefix, save_from)
+    return GenerationWork(request, tuple(ids), prefix, is_saved)
 
 
 def chat_work(model: LoadedModel, text: str, **fields: Any) -> GenerationWork:

@@ -92,7 +92,7 @@ def test_block_extension_at_256_512_and_768_tokens(batching):
     assert batching == Batching.ROWS or grown == {258, 514, 770}
     assert list(held.values()) == sorted(held.values())
     assert list(done[0].generated_ids) == layout.alone(one.prompt_ids, 800)
-    assert done[0].cache.stop == 810
+    assert done[0].cache.n_tokens == 810
     assert engine.kv.used == 0
     engine.close()
 

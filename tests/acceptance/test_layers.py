@@ -12,7 +12,7 @@ from tests.zoo import architectures
 
 from stoker_worker.models.cache_probe import read_cache_spec
 from stoker_worker.ports import LoadedModel
-from stoker_worker.ports.cache_spec import BLOCK_TOKENS, LayerKind
+from stoker_worker.ports.cache_spec import LayerKind
 from stoker_worker.ports.model import Batching
 
 pytestmark = [pytest.mark.mlx, pytest.mark.slow]
@@ -36,7 +36,7 @@ def check_a_turn_goes_on_from_the_store(layout, folder):
         restored = store.restore(ids, agent=base, model=layout.loaded, salt=None)
         assert (restored.prefix.n_tokens if restored.prefix else 0) == n_stored
         assert restored.source == ("disk" if n_stored else "none")
-        one = work(ids, 12, restored.prefix, restored.saved_blocks * BLOCK_TOKENS)
+        one = work(ids, 12, restored.prefix)
         (done,) = run(layout.engine(), [one])
         assert list(done.generated_ids) == layout.alone(ids, 12)
         assert len(set(done.generated_ids)) > 3, "an answer that depends on nothing shows nothing"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from stoker_shared import build_request
-from stoker_worker.ports import GenerationWork, LoadedModel, RestoredPrefix
+from stoker_worker.ports import GenerationWork, LoadedModel, SequenceCache
 
 
 class RealModel:
@@ -40,11 +40,11 @@ class RealModel:
         )
 
     def work(
-        self, prompt: str | tuple[int, ...], prefix: RestoredPrefix | None = None, save_from: int = 0, **fields: Any
+        self, prompt: str | tuple[int, ...], prefix: SequenceCache | None = None, is_saved: bool = True, **fields: Any
     ) -> GenerationWork:
         ids = prompt if isinstance(prompt, tuple) else self.encode(prompt)
         request = build_request({"agent_id": "a", "prompt": "x", "max_tokens": 16, **fields})
-        return GenerationWork(request, ids, prefix, save_from)
+        return GenerationWork(request, ids, prefix, is_saved)
 
     def alone(self, ids: Sequence[int], max_tokens: int) -> list[int]:
         """The reference: mlx-lm itself, one sequence, no cache, greedy."""

@@ -13,7 +13,7 @@ from tests.zoo.configs import VOCABULARY
 
 from stoker_shared import build_request
 from stoker_worker.models.loading import context_tokens
-from stoker_worker.ports import CompletedGeneration, GenerationWork, LoadedModel, RestoredPrefix
+from stoker_worker.ports import CompletedGeneration, GenerationWork, LoadedModel, SequenceCache
 from stoker_worker.ports.model import ServingMode
 
 N_TOP = 20
@@ -87,7 +87,7 @@ class Specimen:
         return furthest
 
 
-def work(ids: Sequence[int], max_tokens: int, prefix: RestoredPrefix | None = None) -> GenerationWork:
+def work(ids: Sequence[int], max_tokens: int, prefix: SequenceCache | None = None) -> GenerationWork:
     request = build_request(
         {"agent_id": "a", "prompt": "x", "max_tokens": max_tokens, "logprobs": True, "top_logprobs": N_TOP}
     )

@@ -6,7 +6,7 @@ from typing import Any
 from tests.worker.engine.tiny_models import VOCABULARY, WIDE_HEADS, make_model
 
 from stoker_shared import build_request
-from stoker_worker.ports import GenerationWork, LoadedModel, RestoredPrefix
+from stoker_worker.ports import GenerationWork, LoadedModel
 from stoker_worker.ports.model import Batching, ServingMode
 
 EOS = VOCABULARY - 1
@@ -104,9 +104,9 @@ class Layout:
         return made
 
 
-def work(ids, max_tokens, prefix=None, save_from=0, **fields):
+def work(ids, max_tokens, prefix=None, is_saved=True, **fields):
     request = build_request({"agent_id": "a", "prompt": "x", "max_tokens": max_tokens, **fields})
-    return GenerationWork(request, tuple(ids), prefix, save_from)
+    return GenerationWork(request, tuple(ids), prefix, is_saved)
 
 
 def run(engine, works):
@@ -123,10 +123,9 @@ def random_ids(rng, n):
 
 
 def prefix_of(cache, n_tokens):
-    """The prefix that a store would restore from a saved cache that began at token 0."""
-    states = next((snapshot.states for snapshot in cache.snapshots if snapshot.n_tokens == n_tokens), ())
-    layers = tuple((keys[:, :n_tokens].copy(), values[:, :n_tokens].copy()) for keys, values in cache.layers)
-    return RestoredPrefix(n_tokens, layers, states)
+    """The prefix that a store would restore from a saved cache."""
+    cut = cache.up_to(n_tokens)
+    return replace(cut, layers=tuple((keys.copy(), values.copy()) for keys, values in cut.layers))
 
 
 def cache_bytes(engine: Any) -> int:

@@ -235,7 +235,9 @@ def test_a_cache_that_is_saved_after_a_break_has_its_last_token(monkeypatch, nam
         assert (one.outcome, one.generated_ids) == ("finished", expected.generated_ids)
         of_both = zip(one.cache.layers, expected.cache.layers, strict=True)
         assert all(np.allclose(a, b, atol=1e-4) for mine, other in of_both for a, b in zip(mine, other, strict=True))
-        last, expected_last = ([s for s in x.cache.snapshots if s.n_tokens == x.cache.stop] for x in (one, expected))
+        last, expected_last = (
+            [s for s in x.cache.snapshots if s.n_tokens == x.cache.n_tokens] for x in (one, expected)
+        )
         for mine, other in zip(last, expected_last, strict=True):
             states = zip(mine.states, other.states, strict=True)
             assert all(np.allclose(a, b, atol=1e-4) for x, y in states for a, b in zip(x, y, strict=True))
@@ -320,7 +322,7 @@ def test_an_error_while_a_finished_sequence_is_copied_out_loses_no_sequence(llam
     monkeypatch.setattr(transfer, "slice_caches", fail_once)
     done = run(llama.engine(), works)
     assert [one.generated_ids for one in done] == [one.generated_ids for one in plain]
-    assert [one.cache.stop for one in done] == [one.cache.stop for one in plain]
+    assert [one.cache.n_tokens for one in done] == [one.cache.n_tokens for one in plain]
 
 
 # --- cancel ---

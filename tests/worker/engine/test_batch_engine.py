@@ -5,8 +5,6 @@ from typing import Any
 import pytest
 from tests.worker.engine.reading import read_along
 
-from stoker_worker.ports import RestoredPrefix
-
 pytestmark = pytest.mark.model
 
 PROMPTS = (
@@ -57,13 +55,11 @@ def test_a_sequence_continued_from_a_saved_cache_answers_as_uncached(make_engine
     text = " ".join(f"word{n} and" for n in range(length))
     ids = tuple(loaded.tokenizer.encode(text, special_start=True))[: length - 4]
     first = drain_one(engine, work(ids, max_tokens=4))
-    assert (first.cache.start, first.cache.stop) == (0, length)
-    prefix = RestoredPrefix(length, first.cache.layers)
+    assert first.cache.n_tokens == length
     longer = (*ids, *first.generated_ids, *loaded.tokenizer.encode(" So then", special_start=False))
-    second = drain_one(engine, work(longer, prefix=prefix, save_from=256, max_tokens=8))
+    second = drain_one(engine, work(longer, prefix=first.cache, max_tokens=8))
     assert list(second.generated_ids) == alone(longer, 8)
-    assert second.cache.start == 256
-    assert second.cache.stop == len(longer) + len(second.generated_ids)
+    assert second.cache.n_tokens == len(longer) + len(second.generated_ids)
 
 
 def drain_one(engine, one):

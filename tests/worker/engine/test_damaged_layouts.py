@@ -85,7 +85,7 @@ class Scene:
         """Run and save one turn of our agent; return its restore. Checks the answer against the model alone."""
         agent = store.open_agent("ours")
         restored = store.restore(prompt, agent=agent, model=self.model, salt=None)
-        (done,) = run(self.layout.engine(), [work(prompt, MAX_TOKENS, restored.prefix, restored.saved_blocks * 256)])
+        (done,) = run(self.layout.engine(), [work(prompt, MAX_TOKENS, restored.prefix)])
         assert done.generated_ids == self.alone(prompt)
         transcript = Transcript((*prompt, *done.generated_ids[: done.kept]), "t", None, "", done.ended_by, "")
         delivery = Delivery(f"turn after {agent.number}", "now")

@@ -54,7 +54,7 @@ def test_only_the_first_tokens_of_a_batch_wait_for_no_pass_but_their_own(monkeyp
 def test_an_answer_of_one_token_that_nobody_keeps_takes_one_pass(monkeypatch):
     layout = Layout("llama", eos=False)
     watched, ids = Watched(layout, monkeypatch), random_ids(random.Random(4), 1)
-    uid = watched.engine.submit(work(ids, 1, save_from=None))
+    uid = watched.engine.submit(work(ids, 1, is_saved=False))
     watched.step()
     assert (watched.step(), watched.n_passes) == ({uid: layout.alone(ids, 1)}, 1)
     assert not watched.engine.in_flight

@@ -40,7 +40,7 @@ class Agent:
         new = random_ids(rng, rng.choice(lengths))
         places = [snapshot.n_tokens for snapshot in self.cache.snapshots]
         if not places:
-            places = [self.cache.stop, self.cache.stop - 1, rng.randint(1, self.cache.stop)]
+            places = [self.cache.n_tokens, self.cache.n_tokens - 1, rng.randint(1, self.cache.n_tokens)]
         place = rng.choice([place for place in places if place > 0] or [None])
         if place is None or rng.random() < 0.15:
             return work((*self.ids, *new), max_tokens)  # uncached, though a cache exists

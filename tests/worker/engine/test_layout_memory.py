@@ -39,7 +39,7 @@ class Conversation:
         agent = store.open_agent(self.agent_id)
         restored = store.restore(ids, agent=agent, model=self.model, salt=None)
         self.source = restored.source
-        one = work(ids, max_tokens, restored.prefix, restored.saved_blocks * 256, **fields)
+        one = work(ids, max_tokens, restored.prefix, **fields)
         beside = work(random_ids(random.Random(len(ids)), 33), 9)
         done, _ = run(self.layout.engine(), [one, beside])
         kept = done.generated_ids[: done.kept]

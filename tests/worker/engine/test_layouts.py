@@ -81,11 +81,11 @@ def test_a_stop_string_leaves_only_the_snapshot_before_it(layout):
     n_kept = plain.generated_ids.index(plain.generated_ids[2])
     assert (cut.ended_by, cut.kept) == ("stop", n_kept)
     assert [s.n_tokens for s in cut.cache.snapshots] == ([89] if layout.spec.snapshot_layers else [])
-    assert cut.cache.stop == 90 + n_kept
+    assert cut.cache.n_tokens == 90 + n_kept
 
 
 def test_no_cache_is_returned_if_none_is_to_be_saved(layout):
-    (done,) = run(layout.engine(), [work([1, 2, 3], 2, save_from=None)])
+    (done,) = run(layout.engine(), [work([1, 2, 3], 2, is_saved=False)])
     assert done.cache is None
 
 

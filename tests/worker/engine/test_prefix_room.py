@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.worker.engine.layouts import Layout, random_ids, run, work
 
-from stoker_worker.ports import RestoredPrefix
+from stoker_worker.ports import SequenceCache
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
 from stoker_worker.ports.model import Batching
 
@@ -27,11 +27,11 @@ def layout(request: pytest.FixtureRequest) -> Layout:
     return Layout("llama", eos=False, dtype=dtype, kv_bits=8 if in_8_bits else None)
 
 
-def restored(layout: Layout, layers: Any, n_tokens: int, n_prompt: int, max_tokens: int) -> RestoredPrefix:
+def restored(layout: Layout, layers: Any, n_tokens: int, n_prompt: int, max_tokens: int) -> SequenceCache:
     """What the loader thread hands over."""
     from stoker_worker.engine.transfer import MlxRoom
 
-    made: list[RestoredPrefix] = []
+    made: list[SequenceCache] = []
 
     def load() -> None:
         room = MlxRoom(layout.spec, n_prompt, max_tokens)
@@ -39,7 +39,7 @@ def restored(layout: Layout, layers: Any, n_tokens: int, n_prompt: int, max_toke
             for source, target in zip(ours, theirs, strict=True):
                 target[:] = 77
                 target[:, :n_tokens] = source[:, :n_tokens]
-        made.append(RestoredPrefix(n_tokens, (), (), room))
+        made.append(SequenceCache(n_tokens, (), room=room))
 
     thread = threading.Thread(target=load)
     thread.start()
@@ -72,8 +72,8 @@ def test_a_sequence_decodes_and_ends_in_the_memory_that_it_was_restored_into(
     prefix = restored(layout, first.cache.layers, 300, 390, 12)
     assert prefix.room is not None
     before = addresses(prefix.room.layers())
-    (done,) = run(layout.engine(batching=batching), [work(IDS[:390], 12, prefix, save_from=256)])
-    assert (done.cache.start, done.cache.stop) == (256, 402)
+    (done,) = run(layout.engine(batching=batching), [work(IDS[:390], 12, prefix)])
+    assert done.cache.n_tokens == 402
     assert addresses(done.cache.layers) == before
     for ours, theirs in zip(first.cache.layers, done.cache.layers, strict=True):
         assert all(a[:, :300].tobytes() == b[:, :300].tobytes() for a, b in zip(ours, theirs, strict=True))
@@ -104,7 +104,7 @@ def test_memory_that_is_in_use_elsewhere_fails_one_sequence_and_no_other(layout:
     with pytest.raises(ValueError, match="in use"):
         engine.submit(work(IDS[:390], 12, prefix))
     with pytest.raises(ValueError, match="shape"):
-        engine.submit(work(IDS[:390], 12, RestoredPrefix(299, first.cache.layers)))
+        engine.submit(work(IDS[:390], 12, SequenceCache(299, first.cache.layers)))
     del view
     completions = []
     while engine.in_flight:

@@ -62,7 +62,7 @@ def test_the_engine_answers_prompts_of_the_models_tokenizer(make_provider):
     (completion,), model, n_prompt = on_a_thread(make_provider(), use)
     assert completion.outcome == "finished"
     assert 1 <= len(completion.generated_ids) <= 3
-    assert completion.cache.stop == n_prompt + len(completion.generated_ids)
+    assert completion.cache.n_tokens == n_prompt + len(completion.generated_ids)
     assert len(completion.cache.layers) == len(model.spec.full_layers)
     assert model.has_memory
     assert model.context_tokens > n_prompt + 3

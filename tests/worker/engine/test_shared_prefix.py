@@ -109,7 +109,7 @@ def test_saved_caches_are_whole(layout):
     ended = run(layout.engine(max_batch=N), works)
     alone = run(layout.engine(max_batch=N), [replace(one, shares=None) for one in works])
     for one, other in zip(ended, alone, strict=True):
-        assert (one.cache.start, one.cache.stop) == (other.cache.start, other.cache.stop)
+        assert one.cache.n_tokens == other.cache.n_tokens
         for ours, theirs in zip(one.cache.layers, other.cache.layers, strict=True):
             np.testing.assert_allclose(ours[0], theirs[0], atol=1e-4)
             np.testing.assert_allclose(ours[1], theirs[1], atol=1e-4)

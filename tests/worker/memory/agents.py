@@ -17,7 +17,6 @@ from stoker_worker.memory.files import Disk
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import (
     AgentVersion,
-    CacheSlice,
     CacheStorePort,
     Delivery,
     LayerKV,
@@ -25,11 +24,12 @@ from stoker_worker.ports import (
     LoadedModel,
     PrefixRoom,
     Restored,
+    SequenceCache,
     Snapshot,
     Transcript,
     Turn,
 )
-from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ArraySpec, LayerKind, LayerSpec, ModelCacheSpec
+from stoker_worker.ports.cache_spec import ArraySpec, LayerKind, LayerSpec, ModelCacheSpec
 
 LAYER = LayerSpec(LayerKind.FULL, n_kv_heads=2, key_dim=4, value_dim=2)
 SPEC = ModelCacheSpec((LAYER, LAYER), "float32")
@@ -164,7 +164,7 @@ S = TypeVar("S", bound=CacheStorePort)
 
 @dataclass
 class AgentOf(Generic[S]):
-    """Takes turns as the worker does: open, restore, save from the first block that is not on disk."""
+    """Takes turns as the worker does: open, restore, save."""
 
     store: S
     name: str = "agent"
@@ -193,7 +193,11 @@ class AgentOf(Generic[S]):
             for ours, theirs in zip(wanted, layers, strict=True):
                 for a, b in zip(ours, theirs, strict=True):
                     assert equal(a, b, self.model)
-            for arrays, found in zip(states_of(prompt[:n_tokens], self.model), restored.prefix.states, strict=True):
+            for arrays, found in zip(
+                states_of(prompt[:n_tokens], self.model),
+                [x for one in restored.prefix.snapshots[-1:] for x in one.states],
+                strict=True,
+            ):
                 for a, b in zip(arrays, found, strict=True):
                     assert a.dtype == b.dtype
                     assert np.array_equal(a, b)
@@ -206,13 +210,12 @@ class AgentOf(Generic[S]):
     def turn(self, prompt: Sequence[int], answer: Sequence[int] = (), agent: AgentVersion | None = None) -> Turn:
         agent = self.open() if agent is None else agent
         transcript = make_transcript((*prompt, *answer), tokenizer=self.model.tokenizer_fingerprint)
-        start = self.restore(prompt, agent).saved_blocks * BLOCK_TOKENS
-        stop = len(transcript.token_ids)
+        self.restore(prompt, agent)
         layers = cache_of(transcript.token_ids, self.model)
         snapshots: tuple[Snapshot, ...] = ()
         if self.model.spec.snapshot_layers:
             snapshots = snapshots_of(transcript.token_ids, boundaries(prompt, answer), self.model)
-        return make_turn(self, agent, transcript, CacheSlice(start, stop, layers, snapshots))
+        return make_turn(self, agent, transcript, SequenceCache(len(transcript.token_ids), layers, snapshots))
 
     def say(self, prompt: Sequence[int], answer: Sequence[int] = (), agent: AgentVersion | None = None) -> int:
         turn = self.turn(prompt, answer, agent)
@@ -228,7 +231,7 @@ def make_transcript(token_ids: Sequence[int], *, tokenizer: str = "tok", text: s
     return Transcript(tuple(token_ids), tokenizer, messages, text, "eos")
 
 
-def make_turn(agent: AgentOf[Any], base: AgentVersion, transcript: Transcript, cache: CacheSlice | None) -> Turn:
+def make_turn(agent: AgentOf[Any], base: AgentVersion, transcript: Transcript, cache: SequenceCache | None) -> Turn:
     delivery = Delivery(f"job-{next(agent.jobs)}", "2024-01-01T00:00:00Z")
     return Turn(
         base=base,

@@ -106,7 +106,7 @@ def test_an_evicted_agent_continues_and_its_next_turn_is_cached_again(tmp_path: 
     assert blocks_in(tmp_path) == []
     assert list(tmp_path.rglob("*-tail.safetensors")) == []
     restored = agent.restore(LONG[:800])
-    assert (restored.prefix, restored.saved_blocks, restored.miss_reason) == (None, 0, "evicted")
+    assert (restored.prefix, restored.miss_reason) == (None, "evicted")
     agent.say(LONG[:800])
     assert agent.restore(LONG[:900]).miss_reason is None
     agent.store.close()
@@ -160,31 +160,6 @@ def test_a_waiting_agent_loses_its_cache_after_idle_ones_and_the_one_needed_last
         gone += [name for name in names if name not in gone and store.open_agent(name).evicted]
     assert gone == ["idle", "latest", "later", "soon"]
     assert Agent(store, "running", model=BIG).restore((*ids(300, seed=ord("g")), 1)).miss_reason is None
-
-
-def test_blocks_that_a_running_job_was_restored_from_stay_until_its_turn_is_saved(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    Agent(store, "other").say(LONG[:700])
-    store.pin(frozenset({"new"}), NOBODY)
-    new = Agent(store, "new")
-    turn = new.turn(LONG[:600])
-    assert turn.cache is not None
-    assert turn.cache.start == 512
-    squeeze(store)
-    assert len(blocks_in(tmp_path)) == 2
-    store.save(turn)
-    store.pin(frozenset({"somebody else"}), NOBODY)
-    assert new.cached((*LONG[:600], 1)) == 600
-
-
-def test_a_job_that_ended_unsaved_holds_no_blocks(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    Agent(store, "other").say(LONG[:700])
-    store.pin(frozenset({"new"}), NOBODY)
-    Agent(store, "new").restore(LONG[:600])
-    store.pin(NOBODY, NOBODY)
-    squeeze(store)
-    assert blocks_in(tmp_path) == []
 
 
 def test_replaced_blocks_are_removed_after_an_hour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

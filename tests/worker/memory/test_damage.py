@@ -90,7 +90,6 @@ def test_a_damaged_block_is_a_miss_from_there_and_is_written_anew(
     restored = agent.restore(NEXT)
     assert (restored.prefix.n_tokens if restored.prefix else 0) == 256 * block
     assert restored.miss_reason == "block_corrupt"
-    assert restored.saved_blocks == block
     assert agent.store.misses == {"block_corrupt": 1}
     said = [record for record in caplog.records if record.name.startswith("stoker_worker.memory")]
     assert [(x.levelno, "block_corrupt" in x.getMessage()) for x in said] == [(logging.WARNING, True)]

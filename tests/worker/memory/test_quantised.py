@@ -25,7 +25,7 @@ from tests.worker.memory.agents import (
 from tests.worker.memory.test_damage import DAMAGES
 
 from stoker_worker.memory.blocks import BITS, dequantise, packed_shapes, quantise
-from stoker_worker.ports import Array, CacheSlice
+from stoker_worker.ports import Array, SequenceCache
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec, group_size
 
 LONG = ids(1000)
@@ -203,7 +203,7 @@ def test_a_conversation_continues_on_quantised_blocks(tmp_path: Path, store_dtyp
     assert agent.cached((*LONG[:400], 1, 2)) == 400  # a block used in part
     assert agent.cached((*LONG[:550], 1, 2)) == 550  # the tail used in part
     agent.say((*LONG[:600], 1, 2))
-    assert agent.restore((*LONG[:600], 1, 2, 3)).saved_blocks == 2
+    assert agent.cached((*LONG[:600], 1, 2, 3)) == 602
     assert problems_of(agent.store) == []
     assert agent.store.misses == {}
 
@@ -212,7 +212,7 @@ def test_bfloat16_blocks_come_back_as_bfloat16(tmp_path: Path) -> None:
     agent = agent_of(tmp_path, "q8", "bfloat16")
     values = np.random.default_rng(1).normal(0, 1, (2, 256, 96))
     keys, values = bfloat16(values[..., :64]), bfloat16(values[..., 64:])
-    cache = CacheSlice(0, 256, ((keys, values), (keys, values)))
+    cache = SequenceCache(256, ((keys, values), (keys, values)))
     agent.store.save(make_turn(agent, agent.open(), make_transcript(LONG[:256]), cache))
     prefix = agent.store.restore(LONG[:300], agent=agent.open(), model=agent.model, salt=None).prefix
     assert prefix is not None
@@ -262,7 +262,7 @@ def test_a_damaged_quantised_block_is_a_named_miss(tmp_path: Path, store_dtype: 
     DAMAGES[damage](second)
     restored = agent.restore((*LONG[:700], 1))
     assert restored.prefix is not None
-    assert (restored.prefix.n_tokens, restored.saved_blocks, restored.miss_reason) == (256, 1, "block_corrupt")
+    assert (restored.prefix.n_tokens, restored.miss_reason) == (256, "block_corrupt")
     agent.say((*LONG[:700], 1))
     assert agent.cached((*LONG[:700], 1, 2)) == 701
 

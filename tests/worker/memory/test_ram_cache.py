@@ -15,7 +15,6 @@ from tests.worker.memory.agents import (
     files_below,
     ids,
     make_model,
-    make_transcript,
     problems_of,
     with_rooms,
 )
@@ -25,13 +24,10 @@ from stoker_worker.memory.ram_cache import RamCache, RamCacheEntry
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import (
     AgentVersion,
-    CacheSlice,
-    Delivery,
     LayerState,
     LoadedModel,
-    RestoredPrefix,
+    SequenceCache,
     Snapshot,
-    Turn,
 )
 from stoker_worker.ports.cache_spec import ArraySpec, LayerKind, LayerSpec, ModelCacheSpec
 
@@ -77,7 +73,6 @@ def test_a_cache_read_from_disk_stays_in_ram_without_a_copy(tmp_path: Path) -> N
     for ours, theirs in zip(first.prefix.layers, second.prefix.layers, strict=True):
         assert all(np.shares_memory(a, b) for a, b in zip(ours, theirs, strict=True))
     assert agent.store.ram_cache.n_bytes == 600 * TOKEN_BYTES
-    assert second.saved_blocks == first.saved_blocks == 2
 
 
 @pytest.mark.parametrize("shared", [0, 1, 255, 256, 300, 511, 512, 599, 600])
@@ -92,7 +87,7 @@ def test_ram_and_disk_give_the_same_cache(tmp_path: Path, shared: int, new: int)
         restored = agent.restore(prompt)
         tokens = restored.prefix.n_tokens if restored.prefix else 0
         assert restored.source == ("none" if not tokens else "memory" if limit else "disk")
-        given.append((tokens, restored.saved_blocks))
+        given.append(tokens)
         agent.say(prompt, (5,))
         assert agent.tokens() == (*prompt, 5)
         assert agent.cached((*prompt, 5, 6)) == len(prompt) + 1
@@ -129,7 +124,7 @@ def test_every_byte_kept_alive_is_counted() -> None:
     base = np.zeros((2, 1000, 4), np.float32)
     piece = (base[:, :100], base[:, 100:200])
     layers = (piece, (np.zeros((2, 100, 4), np.float32), piece[0]))
-    cache = RamCacheEntry(1, "m", None, tuple(range(100)), layers, (), has_all=True)
+    cache = RamCacheEntry(1, BlockChain("m", None, tuple(range(100))), SequenceCache(100, layers))
     assert cache.n_bytes == base.nbytes + 2 * 100 * 4 * 4
 
 
@@ -226,34 +221,24 @@ def state_after(token_ids: tuple[int, ...]) -> tuple[LayerState, ...]:
     return ((np.full((2, 3), float(sum(token_ids)), np.float32),),)
 
 
-def turn_of(model: LoadedModel, parent: int, start: int, stop: int, at: tuple[int, ...]) -> Turn:
+def entry_of(model: LoadedModel, version: int, stop: int, at: tuple[int, ...]) -> RamCacheEntry:
     layers = cache_of(LONG[:stop], FULL_ONLY) if model.spec.full_layers else ()
-    cache = CacheSlice(start, stop, layers, tuple(Snapshot(n, state_after(LONG[:n])) for n in at))
-    transcript = make_transcript(LONG[:stop])
-    return Turn(AgentVersion("agent", parent, None), Delivery("job", ""), transcript, model, None, cache, {})
+    cache = SequenceCache(stop, layers, tuple(Snapshot(n, state_after(LONG[:n])) for n in at))
+    return RamCacheEntry(version, BlockChain(model.fingerprint, None, LONG[:stop]), cache)
 
 
-def take(
-    ram_cache: RamCache, model: LoadedModel, version: int, prompt: tuple[int, ...], disk: int
-) -> RestoredPrefix | None:
-    agent = AgentVersion("agent", version, None)
-    chain = BlockChain(model.fingerprint, None, prompt)
-    return ram_cache.restore(chain, agent=agent, spec=model.spec, disk_tokens=disk)
-
-
-def test_a_snapshot_from_disk_gives_way_where_the_disk_may_have_a_later_one() -> None:
-    ram_cache = RamCache(PLENTY)
-    layers = cache_of(LONG[:300], FULL_ONLY)
-    prefix = RestoredPrefix(300, layers, state_after(LONG[:300]))
-    agent = AgentVersion("agent", 4, None)
-    ram_cache.loaded(prefix, BlockChain(HYBRID.fingerprint, None, LONG[:400]), agent=agent, has_all=False)
-    assert take(ram_cache, HYBRID, 4, LONG[:400], disk=399) is None
-    assert take(ram_cache, HYBRID, 4, (*LONG[:300], 1, 2), disk=300) is not None
+def test_a_cache_in_ram_is_used_at_its_snapshots_only() -> None:
+    ram_cache, version = RamCache(PLENTY), AgentVersion("agent", 4, None)
+    ram_cache.put("agent", entry_of(HYBRID, 4, 400, (250, 300)))
+    for n_shared, n_found in ((400, 300), (300, 300), (299, 250), (249, 0)):
+        prompt = BlockChain(HYBRID.fingerprint, None, (*LONG[:n_shared], 1, 2))
+        found = ram_cache.find(version, prompt, HYBRID.spec)
+        assert (found.n_tokens, found.snapshots[-1].n_tokens) == (n_found, n_found) if found else not n_found
 
 
 def test_snapshots_count_towards_the_limit() -> None:
     ram_cache = RamCache(PLENTY)
-    ram_cache.saved(turn_of(ONLY_STATES, 0, 0, 300, (280, 300)))
+    ram_cache.put("agent", entry_of(ONLY_STATES, 1, 300, (280, 300)))
     assert ram_cache.n_bytes == 2 * 2 * 3 * 4
 
 
@@ -262,7 +247,9 @@ def test_caches_of_a_few_tokens_do_not_take_more_memory_than_is_counted() -> Non
     cache.pin(frozenset({"agent 0"}), frozenset({"agent 1"}))
     tracemalloc.start()
     for number in range(6000):
-        cache.saved(tiny_turn(f"agent {number}"))
+        token_ids = ids(3)
+        tiny = SequenceCache(3, cache_of(token_ids))
+        cache.put(f"agent {number}", RamCacheEntry(1, BlockChain(MODEL.fingerprint, None, token_ids), tiny))
         if number == 2999:
             first = tracemalloc.get_traced_memory()[0]
     grown = tracemalloc.get_traced_memory()[0] - first
@@ -270,9 +257,3 @@ def test_caches_of_a_few_tokens_do_not_take_more_memory_than_is_counted() -> Non
     assert grown < 500_000
     assert all(f"agent {number}" in cache for number in (0, 1, 5999))
     assert "agent 2999" not in cache
-
-
-def tiny_turn(name: str) -> Turn:
-    transcript = make_transcript(ids(3))
-    cache = CacheSlice(0, 3, cache_of(transcript.token_ids))
-    return Turn(AgentVersion(name, 0, None), Delivery("job", ""), transcript, MODEL, None, cache, {})

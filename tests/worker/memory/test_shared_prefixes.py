@@ -11,7 +11,6 @@ from tests.worker.memory.agents import (
     SNAPSHOT_SPECS,
     Agent,
     cache_of,
-    cut,
     disk_bytes,
     files_below,
     ids,
@@ -23,10 +22,9 @@ from tests.worker.memory.agents import (
 from stoker_shared.agents import AgentRequest
 from stoker_worker.memory import eviction
 from stoker_worker.memory.blocks import BlockChain
-from stoker_worker.memory.lookup import BlockLookup, DiskPrefix, SharedPrefixes
+from stoker_worker.memory.lookup import BlockLookup, FoundOnDisk, SharedPrefixes
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.ports import CacheSlice, Delivery, Restored
-from stoker_worker.ports.cache_spec import BLOCK_TOKENS
+from stoker_worker.ports import Delivery, Restored, SequenceCache
 
 COMMON = ids(600)
 SEEDS = count(1)
@@ -38,10 +36,10 @@ def ask(store: AgentCacheStore, prompt: tuple[int, ...], *, salt: str | None = N
     if restored.prefix is not None:
         for ours, theirs in zip(cache_of(prompt[: restored.prefix.n_tokens]), restored.prefix.layers, strict=True):
             assert all((a == b).all() for a, b in zip(ours, theirs, strict=True))
-    if restored.shared_blocks > restored.saved_blocks:
-        start, stop = restored.saved_blocks * BLOCK_TOKENS, len(prompt)
-        cache = CacheSlice(start, stop, cut(cache_of(prompt), 0, stop))
-        store.save_blocks(prompt[: restored.shared_blocks * BLOCK_TOKENS], cache, model=MODEL, salt=salt)
+    if restored.to_share:
+        store.save_blocks(
+            prompt[: restored.to_share], SequenceCache(len(prompt), cache_of(prompt)), model=MODEL, salt=salt
+        )
     return restored
 
 
@@ -125,7 +123,7 @@ def test_models_with_snapshots_share_nothing_without_an_agent(tmp_path: Path) ->
     for spec in SNAPSHOT_SPECS.values():
         for _ in range(3):
             restored = store.restore(question(), agent=None, model=make_model(spec=spec), salt=None)
-            assert (restored.prefix, restored.shared_blocks) == (None, 0)
+            assert (restored.prefix, restored.to_share) == (None, 0)
 
 
 def test_the_number_of_remembered_blocks_is_bounded_and_chains_are_forgotten_from_the_end() -> None:
@@ -145,7 +143,7 @@ def test_blocks_stay_while_a_job_is_being_restored_from_them(
     Agent(store, "a").say(COMMON)
     run = BlockLookup.run
 
-    def interrupted(lookup: BlockLookup) -> DiskPrefix:
+    def interrupted(lookup: BlockLookup) -> FoundOnDisk:
         remove(store, how)
         return run(lookup)
 
@@ -166,7 +164,7 @@ def test_a_job_that_begins_while_an_agent_is_being_forgotten_finds_its_blocks(
 
         def then_a_job_begins(change: Any) -> Any:
             done = commit(change)
-            until_the_end.enter_context(store.budget.holds.lending(chain.addresses))
+            until_the_end.enter_context(store.budget.holds.using(None, chain.addresses))
             return done
 
         with monkeypatch.context() as patched:

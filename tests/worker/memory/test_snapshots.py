@@ -31,7 +31,7 @@ from tests.worker.memory.agents import (
 )
 from tests.worker.memory.test_damage import DAMAGES
 
-from stoker_worker.ports import CacheSlice
+from stoker_worker.ports import SequenceCache
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec
 
 LONG = ids(1000)
@@ -154,7 +154,7 @@ def test_snapshots_that_are_not_the_transcripts_are_refused_before_anything_is_w
     layers = cache_of(LONG[:300], agent.model)
 
     def refuse(snapshots: object, match: str, stop: int = 300) -> None:
-        cache = CacheSlice(0, stop, cut(layers, 0, stop), snapshots)  # type: ignore[arg-type]
+        cache = SequenceCache(stop, cut(layers, 0, stop), snapshots)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=match):
             agent.store.save(make_turn(agent, agent.open(), make_transcript(LONG[:300]), cache))
         assert files_below(tmp_path / "pieces") == files_below(tmp_path / "blocks") == []
@@ -172,7 +172,7 @@ def test_snapshots_that_are_not_the_transcripts_are_refused_before_anything_is_w
     for wrong in ((keys.astype(np.float32), values), (keys,), (values, keys)):
         refuse([dataclasses.replace(good[0], states=(wrong, good[0].states[1]))], "shapes and dtypes")
     full = Agent(agent.store, model=make_model())
-    cache = CacheSlice(0, 300, cache_of(LONG[:300]), good[:1])
+    cache = SequenceCache(300, cache_of(LONG[:300]), good[:1])
     with pytest.raises(ValueError, match="snapshots"):
         full.store.save(make_turn(full, full.open(), make_transcript(LONG[:300]), cache))
 
@@ -230,7 +230,7 @@ def test_a_damaged_snapshot_is_a_named_miss_and_the_one_before_it_serves(
     assert hybrid.store.misses == {reason: 1}
     damage(only(tmp_path, "*-1-snapshot-0.*"))
     restored = hybrid.restore((*HISTORY, 1))
-    assert (restored.prefix, restored.source, restored.saved_blocks) == (None, "none", 0)
+    assert (restored.prefix, restored.source) == (None, "none")
     assert restored.miss_reason == "snapshot_missing"  # what is damaged is removed when it is met
     hybrid.say((*HISTORY, 1))
     assert hybrid.cached((*HISTORY, 1, 2)) == 761
@@ -248,7 +248,7 @@ def test_a_snapshot_needs_all_the_kv_before_it(tmp_path: Path, version: int, lef
     agent = Agent(open_store(tmp_path), model=model_of("hybrid"))
     # Snapshots after 699 and 900 tokens. The block behind 768 is damaged first, then the one before 512.
     layers, snapshots = cache_of(LONG[:900], agent.model), snapshots_of(LONG, [699, 900], agent.model)
-    agent.store.save(make_turn(agent, agent.open(), make_transcript(LONG[:900]), CacheSlice(0, 900, layers, snapshots)))
+    agent.store.save(make_turn(agent, agent.open(), make_transcript(LONG[:900]), SequenceCache(900, layers, snapshots)))
     assert agent.cached((*LONG[:900], 1)) == 900
     paths = (only(tmp_path, "*-tail.*"), next(x for x in files_below(tmp_path / "blocks") if block_of(x, 1)))
     for path in paths[:version]:
@@ -256,7 +256,6 @@ def test_a_snapshot_needs_all_the_kv_before_it(tmp_path: Path, version: int, lef
     restored = agent.restore((*LONG[:900], 1))
     assert (restored.prefix.n_tokens if restored.prefix else 0) == left
     assert restored.miss_reason == ("tail_corrupt" if version == 1 else "block_corrupt")
-    assert restored.saved_blocks == (3 if version == 1 else 1)
 
 
 def block_of(path: Path, index: int) -> bool:

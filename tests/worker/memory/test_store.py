@@ -31,7 +31,7 @@ from stoker_worker.memory import transcripts
 from stoker_worker.memory.database import Connection
 from stoker_worker.memory.lookup import n_readers
 from stoker_worker.memory.store_parts import opened
-from stoker_worker.ports import CacheSlice
+from stoker_worker.ports import SequenceCache
 
 LONG = ids(1000)
 
@@ -173,16 +173,6 @@ def test_a_lost_turn_is_noted_in_the_store_and_not_in_the_worker(tmp_path: Path)
     assert agent.say(LONG[:5]) == 1
 
 
-def test_a_cache_may_begin_at_the_first_block_that_is_not_on_disk(tmp_path: Path) -> None:
-    agent = Agent(open_store(tmp_path))
-    agent.say(LONG[:600])
-    turn = agent.turn(LONG[:1000])
-    assert turn.cache is not None
-    assert turn.cache.start == 512
-    agent.store.save(turn)
-    assert agent.cached((*LONG, 1)) == 1000
-
-
 def test_the_previous_tail_is_removed(tmp_path: Path) -> None:
     agent = Agent(open_store(tmp_path))
     for length in (10, 20, 30):
@@ -197,7 +187,7 @@ def test_blocks_that_are_there_are_not_written_again(tmp_path: Path) -> None:
     agent.say(LONG[:600])
     before = {path: path.stat().st_ino for path in files_below(tmp_path / "blocks")}
     layers = cache_of(LONG[:700])
-    agent.store.save(make_turn(agent, agent.open(), make_transcript(LONG[:700]), CacheSlice(0, 700, layers)))
+    agent.store.save(make_turn(agent, agent.open(), make_transcript(LONG[:700]), SequenceCache(700, layers)))
     assert {path: path.stat().st_ino for path in files_below(tmp_path / "blocks")} == before
 
 

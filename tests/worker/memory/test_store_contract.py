@@ -41,7 +41,7 @@ from stoker_shared.errors import (
 from stoker_worker.memory.replica.agent_store import ReplicatedStore
 from stoker_worker.memory.replica.bucket import Bucket
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.ports import CacheSlice, CacheStorePort, Delivery, Turn
+from stoker_worker.ports import CacheStorePort, Delivery, SequenceCache, Turn
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
 from stoker_worker.ports.model import ServingMode
 
@@ -167,9 +167,9 @@ def test_an_answer_is_kept_until_its_job_has_ended_and_for_its_time_after_that(s
 def test_a_cache_that_is_not_the_transcripts_is_refused(store: CacheStorePort) -> None:
     agent = AgentOf(store)
     layers = cache_of(LONG[:300])
-    for start, stop, arrays in ((0, 301, layers), (10, 300, layers), (0, 299, layers), (0, 300, layers[:1])):
+    for n_tokens, arrays in ((301, layers), (299, layers), (300, layers[:1])):
         with pytest.raises(ValueError, match="cache"):
-            store.save(make_turn(agent, agent.open(), make_transcript(LONG[:300]), CacheSlice(start, stop, arrays)))
+            store.save(make_turn(agent, agent.open(), make_transcript(LONG[:300]), SequenceCache(n_tokens, arrays)))
     assert agent.open().number == 0
 
 
@@ -206,7 +206,7 @@ def test_the_next_turn_prefills_only_what_is_new(store: CacheStorePort, prompt_t
     history = agent.tokens()
     restored = agent.restore((*history, 1, 2, 3))
     assert restored.prefix is not None
-    assert (restored.prefix.n_tokens, restored.saved_blocks) == (len(history), len(history) // 256)
+    assert restored.prefix.n_tokens == len(history)
     assert (restored.source in ("memory", "disk"), restored.miss_reason) == (True, None)
 
 
@@ -215,8 +215,7 @@ def test_the_last_token_of_a_prompt_never_comes_from_the_cache(store: CacheStore
     agent = AgentOf(store)
     agent.say(LONG[:n_tokens])
     assert agent.cached(LONG[:n_tokens]) == n_tokens - 1
-    restored = agent.restore(LONG[:n_tokens])
-    assert (restored.saved_blocks, restored.miss_reason) == (n_tokens // 256, None)
+    assert agent.restore(LONG[:n_tokens]).miss_reason is None
 
 
 @pytest.mark.parametrize("shared", [0, 1, 200, 256, 400, 599, 600])
@@ -314,18 +313,18 @@ def test_arrays_are_copies_on_both_sides(store: CacheStorePort) -> None:
 
 def test_jobs_without_an_agent_share_the_blocks_that_two_of_them_begin_with(store: CacheStorePort) -> None:
     first = store.restore(LONG[:700], agent=None, model=MODEL, salt=None)
-    assert (first.prefix, first.source, first.saved_blocks, first.shared_blocks) == (None, "none", 0, 0)
+    assert (first.prefix, first.source, first.to_share) == (None, "none", 0)
     second = store.restore((*LONG[:600], 5), agent=None, model=MODEL, salt=None)
-    assert (second.prefix, second.shared_blocks) == (None, 2)
-    store.save_blocks(LONG[:512], CacheSlice(0, 600, cache_of(LONG[:600])), model=MODEL, salt=None)
+    assert (second.prefix, second.to_share) == (None, 512)
+    store.save_blocks(LONG[:512], SequenceCache(600, cache_of(LONG[:600])), model=MODEL, salt=None)
     third = store.restore((*LONG[:600], 6), agent=None, model=MODEL, salt=None)
-    assert (third.saved_blocks, third.shared_blocks) == (2, 2)
+    assert third.to_share == 0
     assert third.prefix is not None
     assert third.prefix.n_tokens == 512
     wanted = cut(cache_of(LONG[:512]), 0, 512)
     for ours, theirs in zip(wanted, third.prefix.layers, strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    assert store.restore(LONG[:600], agent=None, model=MODEL, salt="other").shared_blocks == 0
+    assert store.restore(LONG[:600], agent=None, model=MODEL, salt="other").to_share == 0
     assert AgentOf(store).cached(LONG[:600]) == 512
 
 
@@ -437,14 +436,13 @@ def test_a_forgotten_agent_leaves_only_the_blocks_of_others(store: CacheStorePor
     assert run(store, "forget", "nobody").existed is False  # type: ignore[union-attr]
 
 
-def test_the_blocks_that_a_pinned_agents_work_counts_on_outlive_their_owner(store: CacheStorePort) -> None:
+def test_a_turn_that_was_restored_from_blocks_that_have_gone_meanwhile_brings_them_back(store: CacheStorePort) -> None:
     agent, other = AgentOf(store), AgentOf(store, "other")
     agent.say(LONG[:600])
-    store.pin(frozenset({"other"}), frozenset())
     turn = other.turn(LONG[:700])
     gone = run(store, "forget")
     assert isinstance(gone, AgentForgotten)
-    assert (gone.blocks, gone.shared_blocks) == (0, 2)
+    assert (gone.blocks, gone.shared_blocks) == (2, 0)
     store.save(turn)
     assert other.cached((*LONG[:700], 1)) == 700
 

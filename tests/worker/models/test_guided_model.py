@@ -38,7 +38,7 @@ def test_answers_are_valid_beside_rows_that_are_free(smollm2):
     def work(**more):
         request = build_request({"prompt": "Once upon a time", **more})
         ids = tuple(loaded.tokenizer.encode("Once upon a time", special_start=True))
-        return GenerationWork(request, ids, None, None, guide=loaded.guides.guide_for(request, ids))
+        return GenerationWork(request, ids, is_saved=False, guide=loaded.guides.guide_for(request, ids))
 
     def engine():
         return assemble(network, loaded, max_bytes=1 << 30, max_batch=4, prefill_tokens=64, max_step_s=10.0)

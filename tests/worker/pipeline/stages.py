@@ -22,12 +22,12 @@ from stoker_worker.pipeline.prompt import Prompt
 from stoker_worker.ports import (
     AgentVersion,
     Busy,
-    CacheSlice,
     ClaimedJob,
     CompletedGeneration,
     LastVersion,
     LoadedModel,
     Restored,
+    SequenceCache,
     TextSoFar,
     Turn,
 )
@@ -109,7 +109,7 @@ class PlayedStore(AgentCacheStore):
         self.before_write(turn.agent_id)
         return super().save(turn)
 
-    def save_blocks(self, token_ids: tuple[int, ...], cache: CacheSlice, **options: Any) -> None:
+    def save_blocks(self, token_ids: tuple[int, ...], cache: SequenceCache, **options: Any) -> None:
         self.before_write(None)
         super().save_blocks(token_ids, cache, **options)
 

@@ -13,7 +13,7 @@ from stoker_shared import Message, build_request
 from stoker_shared.result import CacheReport, Choice
 from stoker_worker.pipeline.answer import build_result, cache_report, parsed_answer, read_answer
 from stoker_worker.pipeline.prompt import Prompt
-from stoker_worker.ports import PLAIN_TEXT, CompletedGeneration, GenerationTiming, Restored, RestoredPrefix
+from stoker_worker.ports import PLAIN_TEXT, CompletedGeneration, GenerationTiming, Restored, SequenceCache
 from stoker_worker.ports.memory import OwnMessage, continues
 
 FORM = SCRIPTED.answer_format
@@ -252,12 +252,12 @@ def report(restored: Restored, cached_tokens: int) -> CacheReport:
 
 @pytest.mark.parametrize("source", ["disk", "memory"])
 def test_a_used_cache_is_reported(source):
-    found = report(Restored(RestoredPrefix(2, ()), source, miss_reason="block_missing"), 2)
+    found = report(Restored(SequenceCache(2, ()), source, miss_reason="block_missing"), 2)
     assert (found.source, found.miss_reason) == (source, "block_missing")
 
 
 def test_a_cache_lost_in_a_failed_step_is_not_reported_as_used():
-    found = report(Restored(RestoredPrefix(2, ()), "disk"), 0)
+    found = report(Restored(SequenceCache(2, ()), "disk"), 0)
     assert (found.source, found.miss_reason) == ("none", "step_broke")
 
 

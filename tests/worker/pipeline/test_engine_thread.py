@@ -25,7 +25,7 @@ from stoker_worker.ports import (
     CompletedGeneration,
     GenerationTiming,
     Restored,
-    RestoredPrefix,
+    SequenceCache,
     SequenceProgress,
     TextSoFar,
 )
@@ -251,8 +251,8 @@ SHARES = ("salt",)
 
 def job_of(n, **fields):
     job = loaded_job(InMemoryQueue(), "a", cache="read", n=n, **fields)
-    job.shares, job.save_from = SHARES, 0
-    job.restored = Restored(RestoredPrefix(1, ()), "disk")
+    job.shares, job.is_saved = SHARES, True
+    job.restored = Restored(SequenceCache(1, ()), "disk")
     return job
 
 
@@ -265,11 +265,11 @@ def test_choice_i_is_the_job_with_seed_plus_i():
 
 def test_only_the_first_choice_restores_and_saves_and_all_share():
     works = list(works_of(job_of(3)))
-    assert [(work.prefix is not None, work.save_from, work.shares) for work in works] == [
-        (True, 0, SHARES), (False, None, SHARES), (False, None, SHARES),
+    assert [(work.prefix is not None, work.is_saved, work.shares) for work in works] == [
+        (True, True, SHARES), (False, False, SHARES), (False, False, SHARES),
     ]  # fmt: skip
     (alone,) = works_of(job_of(1))
-    assert (alone.prefix is not None, alone.save_from, alone.shares) == (True, 0, SHARES)
+    assert (alone.prefix is not None, alone.is_saved, alone.shares) == (True, True, SHARES)
 
 
 def test_each_choice_has_a_guide_of_its_own():

@@ -33,7 +33,7 @@ from stoker_worker.pipeline.finisher import Finisher
 from stoker_worker.pipeline.job import AgentChange, Cancelled, Failed, GivenBack, Job, Replayed
 from stoker_worker.pipeline.prompt import Prompt
 from stoker_worker.pipeline.worker import Worker
-from stoker_worker.ports import Busy, CacheSlice, Delivery, Restored
+from stoker_worker.ports import Busy, Delivery, Restored, SequenceCache
 from stoker_worker.settings import read_settings
 
 TO_GIVE_BACK = GivenBack(counts_as_attempt=False)
@@ -220,18 +220,18 @@ def test_shared_blocks_that_cannot_be_written_fail_no_job(
 ) -> None:
     saved = []
 
-    def save_blocks(token_ids: tuple[int, ...], cache: CacheSlice, *, model: object, salt: str | None) -> None:
-        saved.append((len(token_ids), cache.start, cache.stop, salt))
+    def save_blocks(token_ids: tuple[int, ...], cache: SequenceCache, *, model: object, salt: str | None) -> None:
+        saved.append((len(token_ids), cache.n_tokens, salt))
         raise OSError("disk full")
 
     monkeypatch.setattr(scene.store, "save_blocks", save_blocks)
     job = Job(claimed(scene.queue, job_id="job"), None, Prompt(tuple(range(700)), None, "p"))
-    job.restored = Restored(None, "none", saved_blocks=1, shared_blocks=2)
+    job.restored = Restored(None, "none", to_share=512)
     job.salt = "tenant"
     with caplog.at_level(logging.INFO):
-        scene.finisher.put(job, generated(cache=CacheSlice(256, 701, ())))
+        scene.finisher.put(job, generated(cache=SequenceCache(701, ())))
         scene.wait_for_release()
-    assert saved == [(512, 256, 701, "tenant")]
+    assert saved == [(512, 701, "tenant")]
     assert scene.queue.state("job") == "finished"
     assert "its blocks are not saved: OSError: disk full" in caplog.text
 

@@ -121,7 +121,7 @@ class BlockPoolBatchEngine(GenerationEnginePort):
             ValueError: the restored prefix is not one of this model, or its memory is still in use.
         """
         request, prefix = work.request, work.prefix
-        work = replace(work, prefix=None, save_from=work.save_from if self._loaded.has_memory else None)
+        work = replace(work, prefix=None, is_saved=work.is_saved and self._loaded.has_memory)
         stops = StopScanner(self._tokenizer, request.stop, min_tokens=request.min_tokens) if request.stop else None
         end_ids = EndIds.of(request, self._tokenizer.eos_ids)
         sampling = SequenceSampling(request, n_prompt=len(work.prompt_ids), end_ids=end_ids.all)

@@ -37,13 +37,12 @@ from stoker_worker.engine.sequence import EndIds, Sequence
 from stoker_worker.engine.text import StopScanner
 from stoker_worker.ports import (
     AnswerFormat,
-    CacheSlice,
     CompletedGeneration,
     GenerationEnginePort,
     GenerationWork,
     LoadedModel,
     ModelProviderPort,
-    RestoredPrefix,
+    SequenceCache,
     SequenceProgress,
     Stage,
 )
@@ -107,18 +106,15 @@ def said_by(model: str, line: str) -> str | None:
     return line.removeprefix("say ") if line.startswith("say ") else None
 
 
-def cache_of(token_ids: tuple[int, ...], start: int | None) -> CacheSlice | None:
-    """One layer: keys (1, tokens, 1) in float32, and their negatives as values; ``None`` if nothing is saved."""
-    if start is None:
-        return None
+def cache_of(token_ids: tuple[int, ...]) -> SequenceCache:
+    """One layer: keys (1, tokens, 1) in float32, and their negatives as values."""
     keys = np.asarray(token_ids, dtype=np.float32).reshape(1, -1, 1)
-    return CacheSlice(start=start, stop=len(token_ids), layers=((keys, -keys),))
+    return SequenceCache(len(token_ids), layers=((keys, -keys),))
 
 
 def wrong_prefix(work: GenerationWork) -> EngineFailed | None:
     """The error of a restored prefix that is not the cache of the prompt's first tokens, else ``None``."""
-    prefix: RestoredPrefix | None = work.prefix
-    if prefix is None:
+    if (prefix := work.prefix) is None:
         return None
     ((keys, values),) = prefix.layers
     expected = np.asarray(work.prompt_ids[: prefix.n_tokens], dtype=np.float32).reshape(1, -1, 1)
@@ -283,7 +279,8 @@ class ScriptedEngine(GenerationEnginePort):
             if sequence.ended_by is None:
                 return None
             ids = (*sequence.work.prompt_ids, *sequence.generated[: sequence.n_kept])
-        done = sequence.completion("finished", self._tokenizer, cache=cache_of(ids, sequence.work.save_from))
+        cache = cache_of(ids) if sequence.work.is_saved else None
+        done = sequence.completion("finished", self._tokenizer, cache=cache)
         return replace(done, prompt_logprobs=even_scores(sequence.work, self._tokenizer.decode))
 
 

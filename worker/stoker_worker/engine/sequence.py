@@ -10,12 +10,11 @@ from stoker_shared.result import Logprobs, TokenLogprob
 from stoker_worker.engine.generator import Generator, Sampling, Scorer, SequenceStart
 from stoker_worker.engine.text import GrowingText, StopScanner
 from stoker_worker.ports import (
-    CacheSlice,
     CompletedGeneration,
     EndedBy,
     GenerationTiming,
     GenerationWork,
-    RestoredPrefix,
+    SequenceCache,
     SequenceProgress,
     Snapshot,
     Stage,
@@ -149,12 +148,12 @@ class Sequence:
     @property
     def wants_snapshot(self) -> bool:
         """True if its caches are to be saved and hold exactly the tokens before the last one of the prompt."""
-        return self.work.save_from is not None and self.n_cached + self.n_prefilled == self.n_prompt - 1
+        return self.work.is_saved and self.n_cached + self.n_prefilled == self.n_prompt - 1
 
-    def take_prefix(self, prefix: RestoredPrefix, caches: list[Any]) -> None:
+    def take_prefix(self, prefix: SequenceCache, caches: list[Any]) -> None:
         """`caches` hold its restored prefix."""
-        if prefix.states and prefix.n_tokens == self.n_prompt - 1:
-            self.snapshots.append(Snapshot(prefix.n_tokens, prefix.states))  # nothing is prefilled before this point
+        if prefix.n_tokens == self.n_prompt - 1:
+            self.snapshots += prefix.snapshots[-1:]  # nothing is prefilled before this point
         self.caches, self.n_cached = caches, prefix.n_tokens
         self.n_reused = prefix.n_tokens
 
@@ -220,7 +219,7 @@ class Sequence:
         outcome: Literal["finished", "cancelled", "failed"],
         tokenizer: TokenizerPort,
         *,
-        cache: CacheSlice | None = None,
+        cache: SequenceCache | None = None,
         error: Exception | None = None,
     ) -> CompletedGeneration:
         """Its end, as the engine's caller gets it."""

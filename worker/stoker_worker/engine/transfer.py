@@ -19,11 +19,10 @@ from stoker_worker.engine.sequence import Sequence
 from stoker_worker.models.cache_probe import leaves
 from stoker_worker.ports import (
     Array,
-    CacheSlice,
     LayerKV,
     LayerState,
     PrefixRoom,
-    RestoredPrefix,
+    SequenceCache,
     Snapshot,
     as_uint16_if_bfloat16,
 )
@@ -81,15 +80,18 @@ def mlx_dtype(layer: LayerSpec, spec: ModelCacheSpec) -> mx.Dtype:
     return dtype
 
 
-def prefix_to_caches(model: Any, prefix: RestoredPrefix, spec: ModelCacheSpec) -> list[Any]:
+def prefix_to_caches(model: Any, prefix: SequenceCache, spec: ModelCacheSpec) -> list[Any]:
     """The model's own caches with `prefix.n_tokens` tokens in them, and room for more.
 
     Raises:
         ValueError: the prefix is not one of this model, or its memory is still in use.
     """
     caches: list[Any] = make_prompt_cache(model)
-    room = prefix.room or _filled_room(prefix, spec)
-    layers, states = iter(room.take()), iter(prefix.states)
+    room = prefix.room
+    if room is None:
+        prefix.copied_into(room := MlxRoom(spec, prefix.n_tokens, 0))
+    layers = iter(room.take())
+    states = (state for snapshot in prefix.snapshots[-1:] for state in snapshot.states)
     for cache, layer in zip(leaves(caches), spec.layers, strict=True):
         if layer.kind == LayerKind.FULL:
             cache.keys, cache.values = next(layers)
@@ -104,14 +106,6 @@ def prefix_to_caches(model: Any, prefix: RestoredPrefix, spec: ModelCacheSpec) -
     return caches
 
 
-def _filled_room(prefix: RestoredPrefix, spec: ModelCacheSpec) -> PrefixRoom:
-    """Copy a prefix that came as NumPy arrays."""
-    room = MlxRoom(spec, prefix.n_tokens, 0)
-    for (keys, values), (to_keys, to_values) in zip(prefix.layers, room.layers(), strict=True):
-        to_keys[:, : prefix.n_tokens], to_values[:, : prefix.n_tokens] = keys, values
-    return room
-
-
 def _state_to_mlx(state: LayerState, layer: LayerSpec, n_tokens: int, spec: ModelCacheSpec) -> list[mx.array]:
     wanted = layer.snapshot_arrays(n_tokens, spec.dtype)
     if [array.shape for array in state] != [array.shape for array in wanted]:
@@ -120,26 +114,26 @@ def _state_to_mlx(state: LayerState, layer: LayerSpec, n_tokens: int, spec: Mode
     return [x.view(mx.bfloat16) if of.dtype == "bfloat16" else x for x, of in zip(moved, wanted, strict=True)]
 
 
-def cache_to_save(sequence: Sequence, caches: list[Any], spec: ModelCacheSpec) -> CacheSlice | None:
+def cache_to_save(sequence: Sequence, caches: list[Any], spec: ModelCacheSpec) -> SequenceCache | None:
     """The cache of a finished sequence up to its last kept token; ``None`` when none is to be saved."""
-    start, stop = sequence.work.save_from, sequence.n_to_save
-    if start is None or not stop:
+    n_tokens = sequence.n_to_save
+    if not sequence.work.is_saved or not n_tokens:
         return None
     snapshots = sequence.snapshots
     if spec.snapshot_layers and sequence.n_kept == len(sequence.generated):  # a window cannot be cut to a stop string
-        snapshots = [*snapshots, take_snapshot(caches, stop, spec)]
-    return slice_caches(caches, start, stop, spec, tuple(snapshots))
+        snapshots = [*snapshots, take_snapshot(caches, n_tokens, spec)]
+    return slice_caches(caches, n_tokens, spec, tuple(snapshots))
 
 
 def slice_caches(
-    caches: list[Any], start: int, stop: int, spec: ModelCacheSpec, snapshots: tuple[Snapshot, ...] = ()
-) -> CacheSlice:
-    """The cache of a sequence that has ended, up to token `stop`, as views of its own arrays: nothing is copied.
+    caches: list[Any], n_tokens: int, spec: ModelCacheSpec, snapshots: tuple[Snapshot, ...] = ()
+) -> SequenceCache:
+    """The first `n_tokens` tokens of the cache of a sequence that has ended, as views of its own arrays: nothing is
+    copied.
 
     Args:
-        caches: as `Generator.take_out` returns them: K is (1, n_kv_heads, at least `stop`, key_dim), V alike. Nobody
-            else may use them any more: NumPy would see their memory change or go.
-        start: the tokens before it have been saved already.
+        caches: as `Generator.take_out` returns them: K is (1, n_kv_heads, at least `n_tokens`, key_dim), V alike.
+            Nobody else may use them any more: NumPy would see their memory change or go.
     """
     dtype = mx.uint16 if spec.dtype == "bfloat16" else getattr(mx, spec.dtype)
     pairs = [
@@ -149,9 +143,9 @@ def slice_caches(
     ]
     mx.eval(pairs)
     layers: tuple[LayerKV, ...] = tuple(
-        (np.asarray(keys)[0, :, :stop], np.asarray(values)[0, :, :stop]) for keys, values in pairs
+        (np.asarray(keys)[0, :, :n_tokens], np.asarray(values)[0, :, :n_tokens]) for keys, values in pairs
     )
-    return CacheSlice(start=start, stop=stop, layers=layers, snapshots=snapshots)
+    return SequenceCache(n_tokens, layers, snapshots)
 
 
 def take_snapshot(caches: list[Any], n_tokens: int, spec: ModelCacheSpec) -> Snapshot:

@@ -31,7 +31,7 @@ from stoker_worker.engine.generator import Generator, Prefilled, SequenceStart, 
 from stoker_worker.engine.kv_memory import MOST_APART
 from stoker_worker.engine.mlx_generators import REFERENCE_CHUNK_TOKENS
 from stoker_worker.engine.scheduler import LEAST_SHARED
-from stoker_worker.ports import CacheSlice, GenerationWork, LoadedModel, RestoredPrefix, TokenizerPort
+from stoker_worker.ports import GenerationWork, LoadedModel, SequenceCache, TokenizerPort
 
 SHORTEST_SPAN: Final = 12
 """Every plan crosses so many tokens."""
@@ -391,7 +391,7 @@ class _Trial:
         self._plan = plan
         self._snapshots = bool(loaded.spec.snapshot_layers)
         self._observed: list[_Observed] = []
-        self._caches: dict[TrialSequence, CacheSlice] = {}
+        self._caches: dict[TrialSequence, SequenceCache] = {}
         self.error: str | None = None
         self.may_pass = False
         self._engine = assemble(
@@ -422,7 +422,7 @@ class _Trial:
         uids = {}
         *restored, fresh = self._plan.sequences
         for number, sequence in enumerate(restored):
-            prefix = _prefix(self._caches[sequence], self._place(sequence, number))
+            prefix = self._caches[sequence].up_to(self._place(sequence, number))
             uids[self._submit(sequence, sequence.n_second_prompt, SECOND_ANSWER, prefix)] = sequence
         uids[self._submit(fresh, fresh.n_second_prompt, SECOND_ANSWER)] = fresh
         return self._run(uids)
@@ -435,7 +435,7 @@ class _Trial:
         return places[number % len(places)]
 
     def _submit(
-        self, sequence: TrialSequence, n_prompt: int, n_answer: int, prefix: RestoredPrefix | None = None
+        self, sequence: TrialSequence, n_prompt: int, n_answer: int, prefix: SequenceCache | None = None
     ) -> int:
         request = GenerationRequest(agent_id="trial", prompt="trial", max_tokens=n_answer)
         shares = ("trial",) if self._plan.shares else None
@@ -475,12 +475,6 @@ class _NoText:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return ""
-
-
-def _prefix(cache: CacheSlice, n_tokens: int) -> RestoredPrefix:
-    states = next((snapshot.states for snapshot in cache.snapshots if snapshot.n_tokens == n_tokens), ())
-    layers = tuple((keys[:, :n_tokens], values[:, :n_tokens]) for keys, values in cache.layers)
-    return RestoredPrefix(n_tokens, layers, states)
 
 
 def _alone(model: Any, sequence: TrialSequence) -> Logprobs:

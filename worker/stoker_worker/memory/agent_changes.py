@@ -346,7 +346,7 @@ def forget_agent(
     shared store its next version there is an empty one.
 
     Args:
-        is_held: whether work of another agent counts on the block of this address.
+        is_held: whether somebody counts on the block of this address.
         only_here: other machines may keep it.
 
     Raises:
@@ -384,7 +384,7 @@ def _empty_version(parts: StoreParts, agent_id: str, asked: Asked) -> NextVersio
     return NextVersion(agent_id, newest + 1, None, asked.key(agent_id), answer.model_dump_json())
 
 
-def forget_unused(parts: StoreParts, agents: Sequence[str], *, is_held: Callable[..., bool]) -> list[str]:
+def forget_unused(parts: StoreParts, agents: Sequence[str], *, is_held: Callable[[str], bool]) -> list[str]:
     """Remove these agents here; returns those that are removed. One that cannot be keeps no other from it, and is
     logged.
 
@@ -392,16 +392,14 @@ def forget_unused(parts: StoreParts, agents: Sequence[str], *, is_held: Callable
         is_held: `Holds.is_held`.
     """
     gone = []
-    held_by_others = [partial(is_held, but_by=agent_id) for agent_id in agents]
     changes = parts.database.commit_each([
-        partial(_remove, agent_id=agent_id, asked=BY_COMMAND, is_held=held)
-        for agent_id, held in zip(agents, held_by_others, strict=True)
+        partial(_remove, agent_id=agent_id, asked=BY_COMMAND, is_held=is_held) for agent_id in agents
     ])  # fmt: skip
-    for agent_id, held, change in zip(agents, held_by_others, changes, strict=True):
+    for agent_id, change in zip(agents, changes, strict=True):
         try:
             removed = change.outcome()
             gone.append(agent_id)
-            _remove_files(parts, removed, held)
+            _remove_files(parts, removed, is_held)
         except (OSError, Damaged, StokerError) as error:
             _log.warning("agent %r is unused, and could not be removed: %s", agent_id, error)
     return gone

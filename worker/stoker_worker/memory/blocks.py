@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from io import FileIO
-from itertools import chain
+from itertools import chain, takewhile
 from math import prod
 from pathlib import Path
 from typing import Any, Final, Literal, Self
@@ -37,8 +37,8 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128
 
 from stoker_shared.durable_file import fill, in_parts
-from stoker_worker.memory.files import Chunk, DurableWriter, allocated_bytes
-from stoker_worker.ports import Array, CacheSlice, LayerKV, LayerState, as_uint16_if_bfloat16
+from stoker_worker.memory.files import Chunk, DurableWriter, allocated_bytes, is_there
+from stoker_worker.ports import Array, LayerKV, LayerState, SequenceCache, as_uint16_if_bfloat16
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ITEM_BYTES, LayerKind, LayerSpec, ModelCacheSpec, group_size
 
 PathOf = Callable[[str, str], Path]
@@ -460,11 +460,15 @@ class BlockFolder:
     def path_of(self, model: str, address: str) -> Path:
         return self.path / model[:16] / address[:2] / f"{address}.safetensors"
 
-    def save(self, chain: BlockChain, cache: CacheSlice, spec: ModelCacheSpec) -> dict[int, int]:
-        """Make every full block of `chain` from `cache.start` on durable, except those that are there.
+    def n_there(self, chain: BlockChain) -> int:
+        """How many of the chain's full blocks, from the first on, are there."""
+        return sum(1 for _ in takewhile(is_there, chain.paths(self.path_of)))
+
+    def save(self, chain: BlockChain, cache: SequenceCache, spec: ModelCacheSpec) -> dict[int, int]:
+        """Make every full block of `chain` durable, except those that are there.
 
         Returns:
-            the allocated bytes of each of them, by its index in the chain.
+            the allocated bytes of each block from the first missing one on, by its index in the chain.
 
         Raises:
             OSError: not all of them could be written.
@@ -472,7 +476,7 @@ class BlockFolder:
         paths: dict[int, Path] = {}
         missing: dict[Path, Iterable[Chunk]] = {}
         # A model without full-attention layers has no blocks.
-        for index in range(cache.start // BLOCK_TOKENS, chain.n_blocks) if spec.full_layers else ():
+        for index in range(self.n_there(chain), chain.n_blocks) if spec.full_layers else ():
             piece = CachePiece("block", chain.model, spec, chain.parent(index), chain.block(index))
             paths[index] = path = self.path_of(chain.model, chain.addresses[index])
             if not _has_size(path, piece.n_bytes):

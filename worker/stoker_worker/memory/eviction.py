@@ -149,8 +149,7 @@ class Holds:
         self._waiting: frozenset[str] = frozenset()
         self._is_all = False
         self._in_use: Counter[str] = Counter()
-        self._held: dict[str, set[str]] = {}
-        self._lent: Counter[str] = Counter()
+        self._held: Counter[str] = Counter()
 
     def pin(self, running: frozenset[str], waiting: frozenset[str], *, is_all: bool = True) -> None:
         """From now on these agents, and no others, have work: those that run lose nothing, those that wait lose theirs
@@ -167,43 +166,26 @@ class Holds:
         return not self._is_all or any(agent_id in agents for agents in (self._running, self._waiting, self._in_use))
 
     @contextmanager
-    def using(self, agent_id: str, blocks: Iterable[str]) -> Iterator[None]:
-        """Inside, the agent loses nothing and the blocks of these addresses stay; afterwards too, while it is pinned,
-        until it is saved."""
-        named = set(blocks)
+    def using(self, agent_id: str | None, blocks: Iterable[str]) -> Iterator[None]:
+        """Inside, the agent loses nothing, and the blocks of these addresses stay. `agent_id`: ``None`` for a job
+        without one."""
+        agents, held = Counter(() if agent_id is None else (agent_id,)), Counter(blocks)
         with self.lock:
-            self._in_use[agent_id] += 1
-            self._held.setdefault(agent_id, set()).update(named)
-        self._notes.used(agent_id)
+            self._in_use += agents
+            self._held += held
+        if agent_id is not None:
+            self._notes.used(agent_id)
         try:
             yield
         finally:
             with self.lock:
-                self._in_use[agent_id] -= 1
-                if not self._in_use[agent_id]:
-                    del self._in_use[agent_id]
+                self._in_use -= agents
+                self._held -= held
 
-    @contextmanager
-    def lending(self, blocks: tuple[str, ...]) -> Iterator[None]:
-        """Inside, the blocks of these addresses stay, for a job without an agent."""
+    def is_held(self, address: str) -> bool:
+        """Returns whether somebody counts on the block."""
         with self.lock:
-            self._lent.update(blocks)
-        try:
-            yield
-        finally:
-            with self.lock:
-                self._lent -= Counter(blocks)
-
-    def is_held(self, address: str, *, but_by: str) -> bool:
-        """Returns whether work of another agent counts on the block."""
-        with self.lock:
-            others = self.agents() - {but_by}
-            return address in self._lent or any(address in self._held.get(agent_id, ()) for agent_id in others)
-
-    def saved(self, agent_id: str) -> None:
-        """Its turn has ended: nothing counts on the blocks any more that it was restored from."""
-        with self.lock:
-            self._held.pop(agent_id, None)
+            return address in self._held
 
     def agents(self) -> frozenset[str]:
         """The agents with work. With `lock` held."""
@@ -216,11 +198,9 @@ class Holds:
     def waits(self, agent_id: str) -> bool:
         return agent_id in self._waiting
 
-    def blocks(self) -> set[str]:
+    def blocks(self) -> frozenset[str]:
         """Addresses of the blocks that stay. With `lock` held."""
-        agents = self.agents()
-        self._held = {agent_id: blocks for agent_id, blocks in self._held.items() if agent_id in agents}
-        return set(self._lent).union(*self._held.values())
+        return frozenset(self._held)
 
 
 @dataclass(frozen=True)
@@ -368,17 +348,14 @@ class DiskBudget:
         """
         if agent_id is not None:
             self._notes.saved(agent_id)
-            self.holds.saved(agent_id)
         with self.holds.lock:
             self._room_bytes -= n_bytes
             is_due = self._room_bytes < 0 or time.time() >= self._look_at
         if is_due:
             self.make_room()
 
-    def not_saved(self, agent_id: str | None, blocks: Iterable[Path]) -> None:
+    def not_saved(self, blocks: Iterable[Path]) -> None:
         """A save failed: remove what it has written of these blocks."""
-        if agent_id is not None:
-            self.holds.saved(agent_id)
 
         def without_rows() -> list[Path]:
             with self._database.snapshot() as connection:

@@ -13,7 +13,7 @@ import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
@@ -36,9 +36,18 @@ from stoker_worker.memory.blocks import (
 )
 from stoker_worker.memory.eviction import DiskBudget, Notes
 from stoker_worker.memory.files import is_there
-from stoker_worker.memory.ram_cache import RamCache
+from stoker_worker.memory.ram_cache import RamCache, RamCacheEntry
 from stoker_worker.memory.store_parts import StoreParts
-from stoker_worker.ports import AgentVersion, LayerKV, LayerState, LoadedModel, PrefixRoom, Restored, RestoredPrefix
+from stoker_worker.ports import (
+    AgentVersion,
+    LayerKV,
+    LayerState,
+    LoadedModel,
+    PrefixRoom,
+    Restored,
+    SequenceCache,
+    Snapshot,
+)
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ModelCacheSpec
 
 _MOST_READERS: Final = 4
@@ -86,33 +95,17 @@ class _Step:
     use_tokens: int
 
 
-@dataclass
-class DiskPrefix:
-    """The result of a lookup: `n_tokens` of `layers` are filled and verified; `faults` in the order met.
+@dataclass(frozen=True)
+class FoundOnDisk:
+    """The result of a lookup.
 
     Attributes:
-        room: the memory that `layers` are views of; ``None``: they have their own.
+        cache: verified. Its `layers` are set beside its `room`, too.
+        faults: in the order met.
     """
 
-    n_tokens: int = 0
-    saved_blocks: int = 0
-    layers: tuple[LayerKV, ...] = ()
-    states: tuple[LayerState, ...] = ()
-    faults: list[FaultyPiece] = field(default_factory=list)
-    room: PrefixRoom | None = None
-
-    def add(self, step: _Step, fault: Fault | None) -> bool:
-        """Count the next piece in, or note its fault and return false."""
-        if fault is not None:
-            self.faults.append(FaultyPiece(step.path, step.piece.kind, fault))
-            return False
-        self.n_tokens += step.use_tokens
-        return True
-
-    def cut(self, n_tokens: int) -> None:
-        """Keep the first `n_tokens` tokens only."""
-        self.n_tokens = n_tokens
-        self.layers = tuple((keys[:, :n_tokens], values[:, :n_tokens]) for keys, values in self.layers)
+    cache: SequenceCache
+    faults: tuple[FaultyPiece, ...] = ()
 
 
 def n_readers(beside_others: bool) -> int:
@@ -148,25 +141,30 @@ class BlockLookup:
         """How many tokens of the prompt the agent's own cache begins with."""
         return common_length(self.own.token_ids, self.prompt.token_ids[: self.limit])
 
-    def run(self) -> DiskPrefix:
+    def run(self) -> FoundOnDisk:
         steps = self._block_steps()
         steps += [step for step in [self._own_step(len(steps))] if step is not None]
         planned_tokens = sum(step.use_tokens for step in steps)
         room = self.make_room(planned_tokens) if self.make_room and planned_tokens else None
-        found = DiskPrefix(layers=room.layers() if room else empty_layers(self.spec, planned_tokens), room=room)
-        target = _Target(found.layers, self.before_each)
+        planned = SequenceCache(
+            planned_tokens, room.layers() if room else empty_layers(self.spec, planned_tokens), room=room
+        )
+        target = _Target(planned.layers, self.before_each)
+        n_tokens, faults = 0, []
         for step, fault in zip(steps, target.load_all(steps, self.n_readers), strict=True):
-            if found.add(step, fault):
-                index = found.saved_blocks
-                found.saved_blocks += index < self.prompt.n_blocks and step.path == self._path(index)
+            if fault is None:
+                n_tokens += step.use_tokens
                 continue
+            faults.append(FaultyPiece(step.path, step.piece.kind, fault))
             # The prompt's block failed; the agent's own piece at this place may be another file.
-            other = self._own_step(found.n_tokens // BLOCK_TOKENS)
+            other = self._own_step(n_tokens // BLOCK_TOKENS)
             if other is not None and other.path != step.path:
-                found.add(other, target.load(other, found.n_tokens))
+                if (fault := target.load(other, n_tokens)) is None:
+                    n_tokens += other.use_tokens
+                else:
+                    faults.append(FaultyPiece(other.path, other.piece.kind, fault))
             break
-        found.cut(found.n_tokens)
-        return found
+        return FoundOnDisk(planned.up_to(n_tokens), tuple(faults))
 
     def _block_steps(self) -> list[_Step]:
         """The prompt's leading full blocks that should be there: the agent's own, and others whose files exist."""
@@ -313,7 +311,6 @@ class PrefixLookup:
     def __init__(self, parts: StoreParts, budget: DiskBudget, ram_cache: RamCache, notes: Notes) -> None:
         self.misses: Counter[str] = Counter()
         self._parts = parts
-        self._path_of = parts.blocks.path_of
         self._budget = budget
         self._ram_cache = ram_cache
         self._notes = notes
@@ -323,12 +320,13 @@ class PrefixLookup:
         """The longest verified prefix, or none and the reason."""
         addresses, agent = lookup.prompt.addresses, lookup.agent
         if agent is None:
-            with self._budget.holds.lending(addresses):
+            with self._budget.holds.using(None, addresses):
                 n_shared = self._shared.note(addresses)
                 restored = self._from_disk(lookup, AgentBlocks(), None)
-                if restored.saved_blocks:
-                    self._notes.read(addresses[restored.saved_blocks - 1])
-                return replace(restored, shared_blocks=n_shared)
+                n_saved = -(-restored.prefix.n_tokens // BLOCK_TOKENS) if restored.prefix else 0
+                if n_saved:
+                    self._notes.read(addresses[n_saved - 1])
+                return replace(restored, to_share=n_shared * BLOCK_TOKENS if n_shared > n_saved else 0)
         own, other = self._own_blocks(lookup, agent)
         with self._budget.holds.using(agent.agent_id, addresses):
             in_ram = other is None and agent.agent_id in self._ram_cache
@@ -336,56 +334,44 @@ class PrefixLookup:
 
     def _from_ram(self, lookup: Lookup, agent: AgentVersion, own: AgentBlocks) -> Restored | None:
         """The prefix in RAM; ``None`` when the disk may have a longer one."""
-        paths = (self._path_of(lookup.prompt.model, address) for address in lookup.prompt.addresses)
-        saved_blocks = sum(1 for _ in takewhile(is_there, paths))
-        disk_tokens = common_length(own.token_ids, lookup.prompt.token_ids[: lookup.limit])
-        if not lookup.model.spec.snapshot_layers:
-            disk_tokens = max(disk_tokens, min(lookup.limit, saved_blocks * BLOCK_TOKENS))
-        prefix = self._ram_cache.restore(
-            lookup.prompt,
-            agent=agent,
-            spec=lookup.model.spec,
-            disk_tokens=disk_tokens,
-            make_room=lookup.make_room,
-        )
-        if prefix is None:
+        cache = self._ram_cache.find(agent, lookup.prompt, lookup.model.spec)
+        if cache is None or cache.n_tokens < self._most_on_disk(lookup, own):
             return None
-        # A prompt of whole blocks leaves out one token, and its last block needs no second write all the same.
-        return Restored(prefix, "memory", saved_blocks=min(saved_blocks, (prefix.n_tokens + 1) // BLOCK_TOKENS))
+        room = lookup.make_room(cache.n_tokens)
+        return Restored(cache if room is None else cache.copied_into(room), "memory")
+
+    def _most_on_disk(self, lookup: Lookup, own: AgentBlocks) -> int:
+        """How many tokens of the prompt a lookup on disk may find."""
+        own_tokens = common_length(own.token_ids, lookup.prompt.token_ids[: lookup.limit])
+        if lookup.model.spec.snapshot_layers:
+            return max((n_tokens for n_tokens, _ in own.snapshots if n_tokens <= own_tokens), default=0)
+        n_blocks = self._parts.blocks.n_there(lookup.prompt)
+        return max(own_tokens, min(lookup.limit, n_blocks * BLOCK_TOKENS))
 
     def _from_disk(self, lookup: Lookup, own: AgentBlocks, other: str | None) -> Restored:
         """`other`: why the agent's own cache cannot be used."""
-        spec, agent = lookup.model.spec, lookup.agent
+        spec, path_of = lookup.model.spec, self._parts.blocks.path_of
         found = find_prefix(
-            BlockLookup(
-                lookup.prompt,
-                lookup.limit,
-                spec,
-                own,
-                self._path_of,
-                lookup.n_readers,
-                make_room=lookup.make_room,
-            )
+            BlockLookup(lookup.prompt, lookup.limit, spec, own, path_of, lookup.n_readers, make_room=lookup.make_room)
         )
-        reason = self._report(lookup, found, other if found.n_tokens < lookup.limit else None)
-        if not found.n_tokens:
-            return Restored(None, "none", saved_blocks=found.saved_blocks, miss_reason=reason)
-        if agent is not None:
-            self._keep(lookup, agent, found, has_all=found.n_tokens >= len(own.token_ids))
-        layers = () if found.room else found.layers
-        prefix = RestoredPrefix(found.n_tokens, layers, found.states, found.room)
-        return Restored(prefix, "disk", saved_blocks=found.saved_blocks, miss_reason=reason)
+        cache = found.cache
+        reason = self._report(lookup, found, other if cache.n_tokens < lookup.limit else None)
+        if not cache.n_tokens:
+            return Restored(None, "none", miss_reason=reason)
+        if lookup.agent is not None:
+            self._keep(lookup, lookup.agent, cache)
+        return Restored(replace(cache, layers=()) if cache.room else cache, "disk", miss_reason=reason)
 
-    def _keep(self, lookup: Lookup, agent: AgentVersion, found: DiskPrefix, *, has_all: bool) -> None:
+    def _keep(self, lookup: Lookup, agent: AgentVersion, cache: SequenceCache) -> None:
         """Keep in RAM what was read from disk. The engine's memory comes back when its turn is saved; only a prompt
         that is never saved makes a copy."""
-        layers = found.layers
-        if found.room is not None:
-            if lookup.is_saved or found.n_tokens * lookup.model.spec.bytes_per_token > self._ram_cache.max_bytes:
+        if cache.room is not None:
+            if lookup.is_saved or cache.n_tokens * lookup.model.spec.bytes_per_token > self._ram_cache.max_bytes:
                 return
-            layers = tuple((keys.copy(), values.copy()) for keys, values in layers)
-        prefix = RestoredPrefix(found.n_tokens, layers, found.states)
-        self._ram_cache.loaded(prefix, lookup.prompt, agent=agent, has_all=has_all)
+            layers = tuple((keys.copy(), values.copy()) for keys, values in cache.layers)
+            cache = replace(cache, layers=layers, room=None)
+        chain = lookup.prompt.up_to(cache.n_tokens)
+        self._ram_cache.put(agent.agent_id, RamCacheEntry(agent.number, chain, cache))
 
     def _own_blocks(self, lookup: Lookup, agent: AgentVersion) -> tuple[AgentBlocks, str | None]:
         """The agent's own cache, if this model and salt may use it; else none and why."""
@@ -401,7 +387,7 @@ class PrefixLookup:
             return AgentBlocks(), "other_salt"
         return AgentBlocks.of(agent, self._parts.pieces), None
 
-    def _report(self, lookup: Lookup, found: DiskPrefix, other: str | None) -> str | None:
+    def _report(self, lookup: Lookup, found: FoundOnDisk, other: str | None) -> str | None:
         """Remove damaged files, so that the next save writes them again; log the first reason of a miss and return
         it."""
         agent = lookup.agent
@@ -423,19 +409,19 @@ class PrefixLookup:
         where = f": {found.faults[0].path}" if found.faults else ""
         level = logging.INFO if reasons[0] == "evicted" else logging.WARNING
         whose = "no agent" if agent is None else f"agent {agent.agent_id!r}"
-        _log.log(level, "%s: cache missed after %d tokens: %s%s", whose, found.n_tokens, reasons[0], where)
+        _log.log(level, "%s: cache missed after %d tokens: %s%s", whose, found.cache.n_tokens, reasons[0], where)
         self.misses[reasons[0]] += 1
         return reasons[0]
 
 
-def find_prefix(lookup: BlockLookup) -> DiskPrefix:
+def find_prefix(lookup: BlockLookup) -> FoundOnDisk:
     """The longest prefix on disk; with window or recurrent layers it ends at the agent's last snapshot within the
     prompt that is whole and whose K/V is there."""
     spec, prompt = lookup.spec, lookup.prompt
     if not spec.snapshot_layers:
         return lookup.run()
     faults: list[FaultyPiece] = []
-    blocks: DiskPrefix | None = None
+    blocks: FoundOnDisk | None = None
     for n_tokens, path in reversed(lookup.own.snapshots):
         if n_tokens > lookup.own_tokens:
             continue
@@ -444,10 +430,10 @@ def find_prefix(lookup: BlockLookup) -> DiskPrefix:
             faults.append(FaultyPiece(path, "snapshot", fault))
             continue
         if blocks is None:
-            blocks = replace(lookup, limit=n_tokens).run() if spec.full_layers else DiskPrefix(n_tokens)
+            none = FoundOnDisk(SequenceCache(n_tokens, ()))
+            blocks = replace(lookup, limit=n_tokens).run() if spec.full_layers else none
             faults += blocks.faults
-        if blocks.n_tokens >= n_tokens:
-            if blocks.n_tokens > n_tokens:
-                blocks.cut(n_tokens)
-            return DiskPrefix(n_tokens, blocks.saved_blocks, blocks.layers, states, faults, blocks.room)
-    return DiskPrefix(saved_blocks=blocks.saved_blocks if blocks else 0, faults=faults)
+        if blocks.cache.n_tokens >= n_tokens:
+            cache = replace(blocks.cache.up_to(n_tokens), snapshots=(Snapshot(n_tokens, states),))
+            return FoundOnDisk(cache, tuple(faults))
+    return FoundOnDisk(SequenceCache(0, ()), tuple(faults))

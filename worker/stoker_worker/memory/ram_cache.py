@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from stoker_worker.memory.blocks import BlockChain, common_length
-from stoker_worker.ports import AgentVersion, Array, LayerKV, PlaceOf, PrefixRoom, RestoredPrefix, Snapshot, Turn
+from stoker_worker.ports import AgentVersion, Array, PlaceOf, SequenceCache
 from stoker_worker.ports.cache_spec import ModelCacheSpec
 
 
@@ -27,29 +27,19 @@ class RamCacheEntry:
 
     Attributes:
         version: of the agent.
-        model: fingerprint.
-        token_ids: the tokens it covers, from the first on.
-        layers: of at least these tokens; the arrays need not be contiguous.
-        has_all: whether it covers everything that the version's own files hold.
+        chain: its tokens.
     """
 
     version: int
-    model: str
-    salt: str | None
-    token_ids: tuple[int, ...]
-    layers: tuple[LayerKV, ...]
-    snapshots: tuple[Snapshot, ...]
-    has_all: bool
+    chain: BlockChain
+    cache: SequenceCache
 
     @cached_property
     def n_bytes(self) -> int:
         """All memory that the arrays keep alive."""
-        arrays = [array for pair in self.layers for array in pair]
-        arrays += [array for snapshot in self.snapshots for state in snapshot.states for array in state]
+        arrays = [array for pair in self.cache.layers for array in pair]
+        arrays += [array for snapshot in self.cache.snapshots for state in snapshot.states for array in state]
         return sum(base.nbytes for base in {id(base): base for base in map(_base_of, arrays)}.values())
-
-    def belongs_to(self, version: int, model: str, salt: str | None) -> bool:
-        return (self.version, self.model, self.salt) == (version, model, salt)
 
 
 @dataclass
@@ -83,8 +73,6 @@ DEFAULT_SHARE: Final = 1 / 16
 
 MOST_AGENTS: Final = 2048
 """A cache of a few tokens is read from disk as fast, and many of them would take memory that no limit counts right."""
-
-_NO_SNAPSHOT: Final = Snapshot(0, ())
 
 
 def default_memory_bytes() -> int:
@@ -129,63 +117,29 @@ class RamCache:
         for others whose turn is sooner (see `reserve`)."""
         self._running, self._waiting = running, waiting
 
-    def restore(
-        self,
-        prompt: BlockChain,
-        *,
-        agent: AgentVersion,
-        spec: ModelCacheSpec,
-        disk_tokens: int,
-        make_room: Callable[[int], PrefixRoom | None] | None = None,
-    ) -> RestoredPrefix | None:
-        """The cached prefix of `prompt`, at most all but its last token; ``None``: ask the disk.
-
-        Args:
-            disk_tokens: how many tokens the disk may have of it. A shorter prefix is only given when the disk has no
-                longer one.
-            make_room: gives memory for some tokens, to copy it to; without, the entry's own arrays are lent.
-        """
+    def find(self, agent: AgentVersion, prompt: BlockChain, spec: ModelCacheSpec) -> SequenceCache | None:
+        """The cached prefix of `prompt`, at most all but its last token, in the entry's own arrays."""
         with self._lock:
             entry = self._entries.get(agent.agent_id)
             if entry is not None:
                 self._entries.move_to_end(agent.agent_id)
-        if entry is None or not entry.belongs_to(agent.number, prompt.model, prompt.salt):
+        if entry is None or entry.version != agent.number:
             return None
-        shared = min(common_length(entry.token_ids, prompt.token_ids), max(0, len(prompt.token_ids) - 1))
-        n_tokens, states = shared, _NO_SNAPSHOT.states
+        if (entry.chain.model, entry.chain.salt) != (prompt.model, prompt.salt):
+            return None
+        n_tokens = min(common_length(entry.chain.token_ids, prompt.token_ids), len(prompt.token_ids) - 1)
         if spec.snapshot_layers:
-            usable = [snapshot for snapshot in entry.snapshots if snapshot.n_tokens <= shared]
-            last = max(usable, key=lambda snapshot: snapshot.n_tokens, default=_NO_SNAPSHOT)
-            n_tokens, states = last.n_tokens, last.states
-        if not n_tokens or (n_tokens < disk_tokens and not (entry.has_all and spec.snapshot_layers)):
-            return None
-        layers = tuple((keys[:, :n_tokens], values[:, :n_tokens]) for keys, values in entry.layers)
-        room = None if make_room is None else make_room(n_tokens)
-        if room is None:
-            return RestoredPrefix(n_tokens, layers, states)
-        for (keys, values), (to_keys, to_values) in zip(layers, room.layers(), strict=True):
-            to_keys[:, :n_tokens], to_values[:, :n_tokens] = keys, values
-        return RestoredPrefix(n_tokens, (), states, room)
+            usable = (one.n_tokens for one in entry.cache.snapshots if one.n_tokens <= n_tokens)
+            n_tokens = max(usable, default=0)
+        return entry.cache.up_to(n_tokens) if n_tokens > 0 else None
 
-    def loaded(self, prefix: RestoredPrefix, prompt: BlockChain, *, agent: AgentVersion, has_all: bool) -> None:
-        """Keep what was read from disk, the same arrays. `has_all`: as in `RamCacheEntry`."""
-        n_tokens = prefix.n_tokens
-        snapshots = (Snapshot(n_tokens, prefix.states),) if prefix.states else ()
-        token_ids = prompt.token_ids[:n_tokens]
-        entry = RamCacheEntry(agent.number, prompt.model, prompt.salt, token_ids, prefix.layers, snapshots, has_all)
-        self._put(agent.agent_id, entry)
-
-    def saved(self, turn: Turn) -> None:
-        """Keep the cache that the turn handed over, the same arrays."""
-        cache, model = turn.cache, turn.model.fingerprint
-        if cache is None:
-            self.drop(turn.agent_id)
-            return
-        token_ids = turn.transcript.token_ids[: cache.stop]
-        entry = RamCacheEntry(
-            turn.version, model, turn.cache_salt, token_ids, cache.layers, cache.snapshots, has_all=True
-        )
-        self._put(turn.agent_id, entry)
+    def put(self, agent_id: str, entry: RamCacheEntry) -> None:
+        """Keep a cache, the same arrays, if there is room beside those of agents with work."""
+        with self._lock:
+            self._drop(agent_id)
+            others = (name for name in self._entries if name not in self._running and name not in self._waiting)
+            if self._make_room(self._n_bytes + entry.n_bytes, others):
+                self._add(agent_id, entry)
 
     def renumber(self, agent_id: str, old: int, new: int) -> None:
         """Version `new` has a transcript without a cache of its own; the cache of `old` serves as far as they agree."""
@@ -194,7 +148,7 @@ class RamCache:
             if entry is None:
                 self._drop(agent_id)
             elif entry.version == old:
-                self._entries[agent_id] = replace(entry, version=new, has_all=False)
+                self._entries[agent_id] = replace(entry, version=new)
 
     def drop(self, agent_id: str) -> None:
         with self._lock:
@@ -204,7 +158,7 @@ class RamCache:
         """From now on keep nothing of another model than this fingerprint."""
         with self._lock:
             self._model = model
-            for name in [name for name, entry in self._entries.items() if entry.model != model]:
+            for name in [name for name, entry in self._entries.items() if entry.chain.model != model]:
                 self._drop(name)
 
     def expect(self, agent_id: str, order: Sequence[str]) -> bool:
@@ -256,13 +210,6 @@ class RamCache:
         behind = order[order.index(expected.agent_id) + 1 :]
         yield from (name for name in reversed(behind) if name in self._entries and name not in running)
 
-    def _put(self, agent_id: str, entry: RamCacheEntry) -> None:
-        with self._lock:
-            self._drop(agent_id)
-            others = (name for name in self._entries if name not in self._running and name not in self._waiting)
-            if self._make_room(self._n_bytes + entry.n_bytes, others):
-                self._add(agent_id, entry)
-
     def _make_room(self, n_bytes: int, others: Iterable[str]) -> bool:
         """Drop those of `others`, in this order, that have to go for one more agent and `n_bytes` in all; none, if that
         is not enough."""
@@ -279,7 +226,7 @@ class RamCache:
         return has_room
 
     def _add(self, agent_id: str, entry: RamCacheEntry, *, goes_last: bool = True) -> None:
-        if self._model in (None, entry.model):
+        if self._model in (None, entry.chain.model):
             self._entries[agent_id] = entry
             self._entries.move_to_end(agent_id, last=goes_last)
             self._n_bytes += entry.n_bytes

@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Self
 
 from stoker_worker.memory import cache_index, transcripts
@@ -20,7 +20,7 @@ from stoker_worker.memory.database import Connection, Damaged
 from stoker_worker.memory.lookup import AgentBlocks, BlockLookup, load_snapshot, n_readers
 from stoker_worker.memory.ram_cache import RamCache, RamCacheEntry
 from stoker_worker.memory.store_parts import StoreParts
-from stoker_worker.ports import AgentVersion, CachedPrefix, LayerKV, LoadedModel, Snapshot
+from stoker_worker.ports import AgentVersion, CachedPrefix, LoadedModel, SequenceCache, Snapshot
 from stoker_worker.ports.cache_spec import ModelCacheSpec
 
 
@@ -71,13 +71,12 @@ class WholeCache:
         chain = BlockChain(cache.model, cache.salt, own.token_ids)
         if not chain.has_fingerprint:
             return None
-        layers: tuple[LayerKV, ...] = ()
+        found = SequenceCache(cache.tokens, ())
         if spec.full_layers:
             lookup = BlockLookup(chain, cache.tokens, spec, own, parts.blocks.path_of, n_readers, before_each)
-            found = lookup.run()
+            found = lookup.run().cache
             if found.n_tokens < cache.tokens:
                 return None
-            layers = found.layers
         snapshots = []
         for n_tokens, path in own.snapshots:
             before_each()
@@ -85,9 +84,7 @@ class WholeCache:
             if fault is not None:
                 return None
             snapshots.append(Snapshot(n_tokens, states))
-        return RamCacheEntry(
-            agent.number, cache.model, cache.salt, own.token_ids, layers, tuple(snapshots), has_all=True
-        )
+        return RamCacheEntry(agent.number, chain, replace(found, snapshots=tuple(snapshots)))
 
 
 def _spec_of(connection: Connection, fingerprint: str, model: LoadedModel | None) -> ModelCacheSpec | None:

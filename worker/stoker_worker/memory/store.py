@@ -28,7 +28,7 @@ from stoker_worker.memory.eviction import KEEP_UNUSED_S, DiskBudget, Notes
 from stoker_worker.memory.files import Disk
 from stoker_worker.memory.locks import InFlight, StoreLock
 from stoker_worker.memory.lookup import Lookup, PrefixLookup, n_readers
-from stoker_worker.memory.ram_cache import RamCache
+from stoker_worker.memory.ram_cache import RamCache, RamCacheEntry
 from stoker_worker.memory.read_ahead import ReadAhead
 from stoker_worker.memory.store_parts import open_parts
 from stoker_worker.memory.summary import AgentSummary, versions_of
@@ -39,13 +39,13 @@ from stoker_worker.ports import (
     UNKNOWN_VERSION,
     AgentJobsPort,
     AgentVersion,
-    CacheSlice,
     CacheStorePort,
     Delivery,
     LastVersion,
     LoadedModel,
     PlaceOf,
     Restored,
+    SequenceCache,
     StoreUse,
     Turn,
 )
@@ -176,9 +176,6 @@ class AgentCacheStore(CacheStorePort):
             raise DatabaseFailed(f"the versions of agent {turn.agent_id!r} could not be read")
         try:
             saved, n_bytes = self._turns.save(turn)
-        except AgentVersionConflict:
-            self.budget.saved(turn.agent_id, 0)
-            raise
         except Damaged as error:
             _log_way_on(turn.agent_id, error)
             raise DatabaseFailed(str(error)) from error
@@ -186,7 +183,12 @@ class AgentCacheStore(CacheStorePort):
             self._database.outage.met(f"the store: {error}")
             raise
         self.unsaved.discard(turn.agent_id)
-        self.ram_cache.saved(turn)
+        if turn.cache is None:
+            self.ram_cache.drop(turn.agent_id)
+        else:
+            token_ids = turn.transcript.token_ids[: turn.cache.n_tokens]
+            chain = BlockChain(turn.model.fingerprint, turn.cache_salt, token_ids)
+            self.ram_cache.put(turn.agent_id, RamCacheEntry(turn.version, chain, turn.cache))
         self.budget.saved(turn.agent_id, n_bytes)
         return saved.result
 
@@ -194,15 +196,15 @@ class AgentCacheStore(CacheStorePort):
         """No earlier run's turn can arrive later."""
 
     def save_blocks(
-        self, token_ids: tuple[int, ...], cache: CacheSlice, *, model: LoadedModel, salt: str | None
+        self, token_ids: tuple[int, ...], cache: SequenceCache, *, model: LoadedModel, salt: str | None
     ) -> None:
         chain = BlockChain(model.fingerprint, salt, token_ids)
         try:
-            with self.budget.holds.lending(chain.addresses):
+            with self.budget.holds.using(None, chain.addresses):
                 sizes = self._blocks.save(chain, cache, model.spec)
                 self._database.commit(partial(cache_index.add_blocks, chain=chain, sizes=sizes, now=time.time()))
         except (OSError, Damaged) as error:
-            self.budget.not_saved(None, chain.paths(self._blocks.path_of))
+            self.budget.not_saved(chain.paths(self._blocks.path_of))
             raise DatabaseFailed(str(error)) from error
         self.budget.saved(None, sum(sizes.values()) + LOG_BYTES)
 
@@ -368,11 +370,8 @@ class AgentJobs(AgentJobsPort):
         return AgentInfo.model_validate(asdict(seen) | fields)  # it takes those that it has
 
     def _forget(self, agent_id: str, asked: Asked) -> AgentForgotten:
-        def is_held(address: str) -> bool:
-            return self._budget.holds.is_held(address, but_by=agent_id)
-
         try:
-            return forget_agent(self._parts, agent_id, asked, is_held=is_held)
+            return forget_agent(self._parts, agent_id, asked, is_held=self._budget.holds.is_held)
         finally:  # also if it is forgotten, and a file could not be removed
             self._ram_cache.drop(agent_id)
             self._unsaved.discard(agent_id)

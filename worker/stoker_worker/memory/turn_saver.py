@@ -41,7 +41,7 @@ from stoker_worker.memory.transcripts import (
     delivery_key,
     delta,
 )
-from stoker_worker.ports import AgentVersion, CachedPrefix, CacheSlice, Delivery, Transcript, Turn
+from stoker_worker.ports import AgentVersion, CachedPrefix, Delivery, SequenceCache, Transcript, Turn
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 
 
@@ -56,7 +56,7 @@ def cached_chain(turn: Turn) -> BlockChain | None:
         return None
     if cache is not None:
         _check(turn, cache)
-        n_tokens = cache.stop
+        n_tokens = cache.n_tokens
     elif (
         (before := turn.base.cache) is not None
         and (before.model, before.salt) == (model.fingerprint, turn.cache_salt)
@@ -70,7 +70,7 @@ def cached_chain(turn: Turn) -> BlockChain | None:
     return BlockChain(model.fingerprint, turn.cache_salt, token_ids[:n_tokens])
 
 
-def own_pieces(turn: Turn, cache: CacheSlice, folder: PieceFolder, chain: BlockChain) -> Pieces:
+def own_pieces(turn: Turn, cache: SequenceCache, folder: PieceFolder, chain: BlockChain) -> Pieces:
     """The agent's own files of its next version: tail and snapshots. `chain`: of the tokens that are cached."""
     agent_id, version, spec = turn.agent_id, turn.version, turn.model.spec
     pieces: dict[Path, Iterable[Chunk]] = {}
@@ -147,16 +147,16 @@ def are_snapshots(counts: Sequence[int], most_tokens: int) -> bool:
     return len(counts) <= MOST_SNAPSHOTS and all(x < y for x, y in pairwise([0, *counts, most_tokens + 1]))
 
 
-def _check(turn: Turn, cache: CacheSlice) -> None:
+def _check(turn: Turn, cache: SequenceCache) -> None:
     """Raises `ValueError` unless `cache` is the cache of the turn's transcript."""
     spec, length = turn.model.spec, len(turn.transcript.token_ids)
-    if cache.start % BLOCK_TOKENS or not cache.start <= cache.stop <= length:
-        raise ValueError(f"cache of tokens {cache.start} to {cache.stop}, of a transcript of {length}")
-    if not fits(spec, cache.layers, cache.stop):
+    if not 0 <= cache.n_tokens <= length:
+        raise ValueError(f"cache of {cache.n_tokens} tokens, of a transcript of {length}")
+    if not fits(spec, cache.layers, cache.n_tokens):
         raise ValueError("the cache arrays do not have the shapes and dtype of the model's cache spec")
     counts = [snapshot.n_tokens for snapshot in cache.snapshots]
-    if not are_snapshots(counts, cache.stop) or (counts and not spec.snapshot_layers):
-        raise ValueError(f"snapshots after {counts} tokens of {cache.stop}: at most {MOST_SNAPSHOTS}, in order")
+    if not are_snapshots(counts, cache.n_tokens) or (counts and not spec.snapshot_layers):
+        raise ValueError(f"snapshots after {counts} tokens of {cache.n_tokens}: at most {MOST_SNAPSHOTS}, in order")
     if not all(state_fits(spec, snapshot.states, snapshot.n_tokens) for snapshot in cache.snapshots):
         raise ValueError("the snapshot's arrays do not have the shapes and dtypes of the model's cache spec")
 
@@ -204,7 +204,7 @@ class TurnSaver:
         except AgentVersionConflict:
             raise
         except Exception as error:
-            self._budget.not_saved(turn.agent_id, chain.paths(self._blocks.path_of) if chain else ())
+            self._budget.not_saved(chain.paths(self._blocks.path_of) if chain else ())
             is_of_cache = isinstance(error, CacheNotWritten) or _is_full(error)
             if turn.cache is None or not is_of_cache:
                 raise
@@ -217,7 +217,7 @@ class TurnSaver:
         except OSError as error:
             if not _is_full(error):
                 raise
-        self._budget.free(_n_bytes(turn))
+        self._budget.free(self._n_bytes(turn, chain))
         return self._save(turn, chain)
 
     def _save(self, turn: Turn, chain: BlockChain | None) -> int:
@@ -279,6 +279,16 @@ class TurnSaver:
                 found[n] = allocated_bytes(path_of(chain.model, chain.addresses[n]))
         return {n: n_bytes for n, n_bytes in found.items() if n_bytes} | dict(sizes)
 
+    def _n_bytes(self, turn: Turn, chain: BlockChain | None) -> int:
+        """The approximate size of its cache files and its transaction."""
+        spec, cache = turn.model.spec, turn.cache
+        n_bytes = LOG_BYTES + _ROW_BYTES * len(turn.transcript.token_ids)
+        if cache is None or chain is None:
+            return n_bytes
+        snapshots = sum(spec.snapshot_bytes(snapshot.n_tokens) for snapshot in cache.snapshots)
+        n_new = cache.n_tokens - BLOCK_TOKENS * self._blocks.n_there(chain)
+        return n_bytes + n_new * spec.bytes_per_token + snapshots
+
 
 @dataclass(frozen=True)
 class _Written:
@@ -302,16 +312,6 @@ class _Written:
         turn, record = self.turn, self.record
         layout = turn.model.spec.describe() if record.about.cache is not None else None
         return NextVersion(turn.agent_id, turn.version, record, record.delivery, self.result, layout)
-
-
-def _n_bytes(turn: Turn) -> int:
-    """The approximate size of its cache files and its transaction."""
-    spec, cache = turn.model.spec, turn.cache
-    n_bytes = LOG_BYTES + _ROW_BYTES * len(turn.transcript.token_ids)
-    if cache is None:
-        return n_bytes
-    snapshots = sum(spec.snapshot_bytes(snapshot.n_tokens) for snapshot in cache.snapshots)
-    return n_bytes + (cache.stop - cache.start) * spec.bytes_per_token + snapshots
 
 
 def _is_full(error: Exception) -> bool:

@@ -40,7 +40,7 @@ def works_of(job: Job) -> Iterable[GenerationWork]:
     """
     request, ids = job.request, job.prompt.ids
     if request.n == 1:
-        yield GenerationWork(request, ids, job.restored.prefix, job.save_from, job.shares, job.guide)
+        yield GenerationWork(request, ids, job.restored.prefix, job.is_saved, job.shares, job.guide)
         return
     shares = job.shares or ("job", str(job.claimed.claim_number))
     for number in range(request.n):
@@ -48,11 +48,11 @@ def works_of(job: Job) -> Iterable[GenerationWork]:
         seed = None if request.seed is None else request.seed + number
         if number == 0:
             own = request.model_copy(update={"seed": seed})
-            yield GenerationWork(own, ids, job.restored.prefix, job.save_from, shares, job.guide)
+            yield GenerationWork(own, ids, job.restored.prefix, job.is_saved, shares, job.guide)
         else:  # the prompt is scored once
             own = request.model_copy(update={"seed": seed, "prompt_logprobs": None, "prompt_logprobs_start": 0})
             guide = job.guide.fork() if job.guide else None
-            yield GenerationWork(own, ids, None, None, shares, guide)
+            yield GenerationWork(own, ids, None, False, shares, guide)
 
 
 class Choices:

@@ -55,7 +55,6 @@ from stoker_worker.ports import (
     MetricsPort,
     Turn,
 )
-from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 
 log = logging.getLogger(__name__)
 
@@ -279,8 +278,8 @@ class Finisher:
 
     def _save_shared(self, job: Job, completion: CompletedGeneration, model: LoadedModel) -> None:
         """Save the beginning that other jobs without an agent have too. Its loss costs them time only."""
-        cache, n_shared = completion.cache, job.restored.shared_blocks * BLOCK_TOKENS
-        if cache is None or not cache.start < n_shared <= cache.stop:
+        cache, n_shared = completion.cache, job.restored.to_share
+        if cache is None or not 0 < n_shared <= cache.n_tokens:
             return
         try:
             self._store.save_blocks(job.prompt.ids[:n_shared], cache, model=model, salt=job.salt)

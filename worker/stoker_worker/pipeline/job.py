@@ -24,7 +24,7 @@ class Job:
     Attributes:
         agent: ``None`` for a job that uses no agent's memory.
         salt: its cached blocks are addressed with it.
-        save_from, shares, guide: see `GenerationWork`.
+        is_saved, shares, guide: see `GenerationWork`.
         has_next: whether the loader had its next job already.
         submitted_at: Unix time at which the engine took it.
         further_choices: ends of its sequences after the first, of a job with several choices; in their order.
@@ -37,7 +37,7 @@ class Job:
     prompt: Prompt = field(default=Prompt((), None, None), repr=False)
     restored: Restored = field(default=NOTHING_RESTORED, repr=False)
     salt: str | None = None
-    save_from: int | None = None
+    is_saved: bool = False
     shares: tuple[str | None, ...] | None = None
     guide: AnswerGuide | None = field(default=None, repr=False)
     has_next: bool = False

@@ -34,10 +34,8 @@ from stoker_worker.ports import (
     LastVersion,
     LoadedModel,
     MetricsPort,
-    Restored,
     TokenizerPort,
 )
-from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 from stoker_worker.ports.model import NO_DEFAULTS, RequestDefaults
 
 log = logging.getLogger(__name__)
@@ -173,8 +171,8 @@ class Loader(threading.Thread):
                 beside_others=self._engine.is_busy(),
             )
             self._metrics.restored(time.perf_counter() - began, job.restored.source)
-        if _is_to_be_saved(request, job.restored):
-            job.save_from = job.restored.saved_blocks * BLOCK_TOKENS
+        # A job without an agent saves only a beginning that it shares with another job and that is not saved yet.
+        job.is_saved = request.cache == "readwrite" and (agent is not None or job.restored.to_share > 0)
         return None
 
     def _salt(self, request: GenerationRequest) -> str | None:
@@ -216,10 +214,3 @@ class Loader(threading.Thread):
             raise error
         log.warning("agent of job %s: %s", job.job_id, error)
         return usable
-
-
-def _is_to_be_saved(request: GenerationRequest, restored: Restored) -> bool:
-    """A job without an agent saves only a beginning that it shares with another job and that is not saved yet."""
-    if request.cache != "readwrite":
-        return False
-    return request.agent_id is not None or restored.shared_blocks > restored.saved_blocks

@@ -8,7 +8,6 @@ NumPy arrays that nothing writes to any more, or inside a `PrefixRoom`; bfloat16
 from stoker_worker.ports.engine import (
     AnswerGuide,
     Array,
-    CacheSlice,
     CompletedGeneration,
     EndedBy,
     GenerationEnginePort,
@@ -19,8 +18,8 @@ from stoker_worker.ports.engine import (
     LayerKV,
     LayerState,
     PrefixRoom,
-    RestoredPrefix,
     RoomType,
+    SequenceCache,
     SequenceProgress,
     Snapshot,
     Stage,

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -93,43 +93,46 @@ RoomType = Callable[[ModelCacheSpec, int, int], PrefixRoom]
 
 
 @dataclass(frozen=True)
-class RestoredPrefix:
-    """Cache of the first `n_tokens` of a prompt.
+class Snapshot:
+    """The window and recurrent layers of a sequence after its first `n_tokens` tokens, and never usable elsewhere.
 
     Attributes:
-        layers: one array pair per full-attention layer (`ModelCacheSpec.full_layers`); empty if `room` has the cache.
-        states: one entry per window or recurrent layer (`ModelCacheSpec.snapshot_layers`), as after `n_tokens`.
-        room: holds the cache from its first token on.
+        states: one entry per window or recurrent layer (`ModelCacheSpec.snapshot_layers`).
     """
-
-    n_tokens: int
-    layers: tuple[LayerKV, ...]
-    states: tuple[LayerState, ...] = ()
-    room: PrefixRoom | None = None
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The window and recurrent layers of a sequence after its first `n_tokens` tokens, and never usable elsewhere."""
 
     n_tokens: int
     states: tuple[LayerState, ...]
 
 
 @dataclass(frozen=True)
-class CacheSlice:
-    """Cache of a finished sequence, evaluated and owned by the receiver.
+class SequenceCache:
+    """The cache of the first `n_tokens` tokens of a sequence, on its way from the store to the engine or back. Nobody
+    writes to its arrays.
 
     Attributes:
-        start: the tokens before it have been saved already.
-        layers: tokens [0, stop) of the full-attention layers; their arrays need not be contiguous.
-        snapshots: of the window and recurrent layers, in the order of their tokens; none lies after `stop`.
+        layers: one array pair of `n_tokens` tokens per full-attention layer (`ModelCacheSpec.full_layers`); they need
+            not be contiguous. Empty if `room` has them.
+        snapshots: in the order of their tokens; none lies after `n_tokens`. The engine goes on from the last one, which
+            has to be at `n_tokens` then.
+        room: holds the cache from its first token on.
     """
 
-    start: int
-    stop: int
+    n_tokens: int
     layers: tuple[LayerKV, ...]
     snapshots: tuple[Snapshot, ...] = ()
+    room: PrefixRoom | None = None
+
+    def up_to(self, n_tokens: int) -> "SequenceCache":
+        """The cache of the first `n_tokens` of them, in the same arrays."""
+        layers = tuple((keys[:, :n_tokens], values[:, :n_tokens]) for keys, values in self.layers)
+        snapshots = tuple(snapshot for snapshot in self.snapshots if snapshot.n_tokens <= n_tokens)
+        return replace(self, n_tokens=n_tokens, layers=layers, snapshots=snapshots)
+
+    def copied_into(self, room: PrefixRoom) -> "SequenceCache":
+        """The same cache, with a copy of `layers` in the engine's memory."""
+        for (keys, values), (to_keys, to_values) in zip(self.layers, room.layers(), strict=True):
+            to_keys[:, : self.n_tokens], to_values[:, : self.n_tokens] = keys, values
+        return replace(self, layers=(), room=room)
 
 
 @dataclass(frozen=True)
@@ -138,16 +141,15 @@ class GenerationWork:
 
     Attributes:
         prompt_ids: the whole prompt, cached part included; at least one token more than `prefix` holds.
-        save_from: the `start` of the cache that the engine hands back: a multiple of the block size, inside the
-            restored prefix or at its end. ``None``: it hands back nothing.
+        is_saved: whether the engine hands the cache back at the end.
         shares: sequences of one value may use each other's caches; ``None``: with no other.
         guide: which tokens its answer may have, from the answer's beginning on; ``None``: any. The engine owns it.
     """
 
     request: GenerationRequest
     prompt_ids: tuple[int, ...]
-    prefix: RestoredPrefix | None = None
-    save_from: int | None = 0
+    prefix: SequenceCache | None = None
+    is_saved: bool = True
     shares: tuple[str | None, ...] | None = None
     guide: AnswerGuide | None = None
 
@@ -172,8 +174,8 @@ class CompletedGeneration:
         ended_by: ``None`` unless `outcome` is ``finished``.
         kept: how many of `generated_ids` belong to the transcript: all, or those before a stop string or token.
         carry_text: the end of `text` that no whole kept token covers, when the stop string began inside a token.
-        cache: cache up to the last kept token, or without answer tokens up to the last but one of the prompt; its
-            `start` is `save_from`.
+        cache: up to the last kept token, or without answer tokens up to the last but one of the prompt; ``None`` if it
+            is not to be saved.
         cached_tokens: tokens of the prompt that were restored instead of prefilled.
     """
 
@@ -184,7 +186,7 @@ class CompletedGeneration:
     ended_by: EndedBy | None = None
     kept: int = 0
     carry_text: str = ""
-    cache: CacheSlice | None = None
+    cache: SequenceCache | None = None
     cached_tokens: int = 0
     logprobs: Logprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None

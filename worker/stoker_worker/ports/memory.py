@@ -6,7 +6,7 @@ from typing import Any, Final, Literal, Protocol
 
 from stoker_shared.agents import AgentRequest, AgentResult
 from stoker_shared.message import Message
-from stoker_worker.ports.engine import CacheSlice, EndedBy, RestoredPrefix
+from stoker_worker.ports.engine import EndedBy, SequenceCache
 from stoker_worker.ports.model import LoadedModel
 from stoker_worker.ports.queue import Delivery, LastVersion, PlaceOf
 
@@ -152,15 +152,17 @@ class AgentVersion:
 
 @dataclass(frozen=True)
 class Restored:
-    """The cached prefix of a prompt, or none and the reason."""
+    """The cached prefix of a prompt, or none and the reason.
 
-    prefix: RestoredPrefix | None
+    Attributes:
+        to_share: for a job without an agent: how many tokens, in full blocks, its prompt begins with that the prompt of
+            another such job began with too, if not all of them are on disk; else 0.
+    """
+
+    prefix: SequenceCache | None
     source: Literal["memory", "disk", "none"]
-    saved_blocks: int = 0
-    """Leading full blocks of the prompt that are on disk and need no second write. Verified if they were read."""
     miss_reason: str | None = None
-    shared_blocks: int = 0
-    """For a job without an agent: leading full blocks of the prompt that another such job's prompt had too."""
+    to_share: int = 0
 
 
 @dataclass(frozen=True)
@@ -168,8 +170,7 @@ class Turn:
     """The version after `base`, to be saved.
 
     Attributes:
-        cache: cache of [start, stop) of `transcript.token_ids`; `start` is a multiple of the block size and all
-            blocks before it are on disk; ``None`` saves the transcript alone.
+        cache: of the first of `transcript.token_ids`; ``None`` saves the transcript alone.
         result: the job's result (as JSON), for a second delivery.
     """
 
@@ -178,7 +179,7 @@ class Turn:
     transcript: Transcript
     model: LoadedModel
     cache_salt: str | None
-    cache: CacheSlice | None
+    cache: SequenceCache | None
     result: Mapping[str, Any]
 
     @property
@@ -291,10 +292,10 @@ class CacheStorePort(Protocol):
         ...
 
     def save_blocks(
-        self, token_ids: tuple[int, ...], cache: CacheSlice, *, model: LoadedModel, salt: str | None
+        self, token_ids: tuple[int, ...], cache: SequenceCache, *, model: LoadedModel, salt: str | None
     ) -> None:
-        """Save the full blocks of `token_ids` from `cache.start` on for other prompts that begin with these tokens. No
-        agent owns them, so they are the first to be evicted.
+        """Save the full blocks of `token_ids` for other prompts that begin with these tokens. No agent owns them: they
+        are the first to be evicted.
 
         Raises:
             OSError: they could not be written.

@@ -26,13 +26,13 @@ from stoker_worker.ports import (
     UNKNOWN_VERSION,
     AgentJobsPort,
     AgentVersion,
-    CacheSlice,
     CacheStorePort,
     Delivery,
     LastVersion,
     LoadedModel,
     PlaceOf,
     Restored,
+    SequenceCache,
     SharedUse,
     StoreUse,
     Turn,
@@ -143,7 +143,7 @@ class ReplicatedStore(CacheStorePort):
                 raise OSError(str(damage)) from damage
 
     def save_blocks(
-        self, token_ids: tuple[int, ...], cache: CacheSlice, *, model: LoadedModel, salt: str | None
+        self, token_ids: tuple[int, ...], cache: SequenceCache, *, model: LoadedModel, salt: str | None
     ) -> None:
         self.local.save_blocks(token_ids, cache, model=model, salt=salt)
 

@@ -58,7 +58,7 @@ class SharedReplica(Replica):
         parts: StoreParts,
         bucket: Bucket,
         *,
-        is_held: Callable[..., bool] = lambda address, but_by: False,
+        is_held: Callable[[str], bool] = lambda address: False,
         on_brought: Callable[[str], None] = lambda agent_id: None,
     ) -> None:
         """
@@ -228,7 +228,7 @@ class SharedReplica(Replica):
         """Another worker has made this empty version, or this one in an earlier life."""
         agent_id = empty.next.agent_id
         self._clean(agent_id, empty.next.number)
-        forget_agent(self._parts, agent_id, is_held=partial(self._is_held, but_by=agent_id), only_here=True)
+        forget_agent(self._parts, agent_id, is_held=self._is_held, only_here=True)
         self._note_forgotten(empty)
 
     def _clean(self, agent_id: str, number: int) -> None:
