@@ -96,6 +96,42 @@ def test_the_page_and_the_help_name_every_type_of_file_that_is_imported():
     assert [name for name in FILE_TYPES.values() if name not in page or name not in (import_model.help or "")] == []
 
 
+def texts_of_the_product() -> str:
+    """The texts in the code without what is inserted into them, and the names of its classes, a line each."""
+    nodes = (
+        node
+        for folder in ("shared", "producer", "worker")
+        for file in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+    )
+    classes, texts = [], []
+    for node in nodes:
+        if isinstance(node, ast.ClassDef):
+            classes.append(node.name)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts += [" ".join(text.split()) for text in re.split(r"%[.\d]*[sdrf]", node.value)]
+    return "\n".join([*classes, *texts])
+
+
+OF_THE_SYSTEM = "Address already in use"
+
+
+def test_the_messages_of_the_page_on_troubles_are_those_of_the_code():
+    """In a row, "..." is any text, as in a message are a number, a name and what is joined to it."""
+    known = f"\n{texts_of_the_product()}\n{OF_THE_SYSTEM}\n"
+
+    def is_known(part: str) -> bool:
+        """As a text of the code, or as the end of one to which the beginning of another is joined."""
+        words = part.split()
+        halves = ((" ".join(words[:n]), " ".join(words[n:])) for n in range(1, len(words)))
+        return " ".join(words) in known or any(f"{end}\n" in known and f"\n{begin}" in known for end, begin in halves)
+
+    rows = re.findall(r"^\| `(.+?)` \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    parts = {row: re.split(r"\.\.\.|: |; |[\d()',=]", row) for row in rows}
+    assert len(rows) > 100
+    assert {row: part for row, found in parts.items() for part in found if not is_known(part)} == {}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_memory_commands_on_a_page_exist_with_the_options_named(page):
     for words in re.findall(r"stoker-worker memory ([a-z].*?)(?:[`\n'&]|$)", page.read_text()):

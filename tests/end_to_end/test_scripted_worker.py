@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -373,6 +374,14 @@ def test_a_worker_that_cannot_start_gives_the_reason_in_one_line(redis_url, stor
         assert re.search(message, last_line), worker.log
         assert "Traceback" not in worker.log
         assert "secret" not in worker.log
+
+
+def test_a_metrics_port_that_is_taken_is_named(redis_url, store):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with running_worker(redis_url, store, "--metrics-port", str(port)) as worker:
+            assert worker.wait() == 1
+            assert f"--metrics-port {port}: Address already in use" in worker.log.strip().splitlines()[-1]
 
 
 def test_an_unknown_setting_in_the_environment_is_refused_by_name(redis_url, store):

@@ -143,6 +143,11 @@ def test_no_server_is_exit_code_1_and_one_line_without_the_password(stoker, comm
     assert "hunter2" not in err
 
 
+def test_a_server_that_other_machines_can_reach_needs_tokens(stoker):
+    code, _, err = stoker("serve", "--bind", "0.0.0.0", "--port", "0")
+    assert (code, "can be reached from other machines: give --token-file" in err) == (2, True)
+
+
 def test_a_misspelt_variable_is_refused_but_help_is_not(stoker, monkeypatch):
     monkeypatch.setenv("STOKER_MAX_BATCH", "4")  # a variable of the worker
     assert stoker("ls")[0] == 0

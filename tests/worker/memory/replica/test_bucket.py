@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from tests.support.private_server import free_port
-from tests.worker.memory.replica.sharing import BOTH, Machine, Share
+from tests.worker.memory.agents import ids
+from tests.worker.memory.replica.sharing import BOTH, Machine, Share, SharedFolder
 
 from stoker_shared.errors import SharedStoreAway, StoreUnusable
 from stoker_worker.memory.replica import bucket as bucket_module
@@ -127,6 +128,20 @@ def test_a_server_that_overwrites_and_one_of_another_format_are_refused(
     bucket.put("stoker.json", b"{")
     with pytest.raises(StoreUnusable, match=r"stoker\.json is damaged"):
         meet(bucket, database)
+
+
+def test_a_share_whose_content_is_gone_is_away_and_not_begun_anew(tmp_path: Path) -> None:
+    """As a folder on which the share is not mounted."""
+    share = SharedFolder(tmp_path)
+    one = Machine(tmp_path / "one", share).agent("a")
+    one.say(ids(10))
+    one.store.close()
+    share.go_away()
+    share.objects.mkdir()
+    store = Machine(tmp_path / "one", share).store
+    with pytest.raises(SharedStoreAway, match=r"stoker\.json is missing; it was there before"):
+        store.look("a")
+    store.close()
 
 
 @BOTH
