@@ -54,7 +54,7 @@ ALLOWED_IMPORTERS = {
     "starlette": ("stoker.serve.",),
     "uvicorn": ("stoker.serve.server.", "stoker.serve.connections."),
     "click": COMMANDS,
-    "prometheus_client": ("stoker_worker.metrics.",),
+    "prometheus_client": ("stoker_worker.metrics.", "stoker.serve.metrics."),
     "obstore": ("stoker_worker.memory.replica.bucket.",),
     "pickle": (),
 }

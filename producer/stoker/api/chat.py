@@ -128,7 +128,8 @@ class Completions:
         rules: by the names of its fields; without `stream` and `stream_options`.
     """
 
-    def __init__(self, url: str, rules: Mapping[str, Rule], *, is_raw: bool, max_tokens: int) -> None:
+    def __init__(self, url: str, rules: Mapping[str, Rule], *, is_raw: bool, max_tokens: int | None) -> None:
+        """`max_tokens`: of a body without a limit; ``None``: what the context leaves."""
         self.url = url
         self.is_raw = is_raw
         self.rules = rules
@@ -174,8 +175,7 @@ class Completions:
         return failure.body
 
 
-CHAT: Final = Completions(CHAT_URL, _CHAT, is_raw=False, max_tokens=1024)
-"""OpenAI's own has no default limit."""
+CHAT: Final = Completions(CHAT_URL, _CHAT, is_raw=False, max_tokens=None)
 
 TEXT: Final = Completions(TEXT_URL, _TEXT, is_raw=True, max_tokens=16)
 

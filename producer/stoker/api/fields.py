@@ -63,6 +63,7 @@ def only(name: str, *values: Any) -> dict[str, Rule]:
 
 _NAME_CHARACTERS: Final = 64
 _MOST_SESSION_CHARACTERS: Final = 200
+_MOST_TOKENS: Final = 10_000_000
 _NOT_SET: Final[Mapping[str, tuple[Any, ...]]] = {
     "top_k": (-1, 0),
     "seed": (-1,),
@@ -141,9 +142,13 @@ def limit(name: str) -> dict[str, Rule]:
     return {name: apply}
 
 
-def default_limit(fields: dict[str, Any], options: BodyOptions, max_tokens: int) -> None:
-    """Limit an answer whose body has no limit."""
-    fields.setdefault("max_tokens", options.max_tokens or max_tokens)
+def default_limit(fields: dict[str, Any], options: BodyOptions, max_tokens: int | None = None) -> None:
+    """The limit of a body without one: the options', else `max_tokens`, else what the context leaves."""
+    if "max_tokens" not in fields:
+        limit = options.max_tokens or max_tokens
+        fields["max_tokens"] = limit or _MOST_TOKENS
+        if limit is None:
+            fields["fit_max_tokens"] = True
 
 
 def template_kwargs(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:

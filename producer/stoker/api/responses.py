@@ -30,7 +30,6 @@ URL: Final = "/v1/responses"
 ID_PREFIX: Final = "resp_"
 
 _TEMPERATURE: Final = 1.0
-_MAX_TOKENS: Final = 4096
 _LOGPROBS: Final = "message.output_text.logprobs"
 _TEXT_PARTS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 _HOSTED: Final = frozenset(
@@ -254,7 +253,7 @@ class Responses:
         fields: dict[str, Any] = {"temperature": _TEMPERATURE}
         apply_rules(RULES, URL, body, fields, options)
         _require_tools(fields)
-        default_limit(fields, options, _MAX_TOKENS)
+        default_limit(fields, options)
         return ApiCall(
             (fields,),
             str(body.get("model")),

@@ -32,7 +32,7 @@ _OPTIONS = (
           help="Run lines for the model THEIRS on the model OURS; repeatable."),
     _line("--any-model", is_flag=True, help="Run all lines on the loaded model, even if they name another."),
     _line("--max-tokens", type=click.IntRange(min=1), metavar="N",
-          help="For lines without a limit.  [chat 1024, text 16]"),
+          help="For lines without a limit.  [what the context leaves; text 16]"),
     _models("--models", metavar="NAMES",
             help="Models to ask, the cheapest first, as a,b; or auto. The lines' own are not looked at."),
     _models("--check", type=click.File("r", encoding="utf-8"), metavar="FILE",

@@ -11,6 +11,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -20,11 +21,12 @@ from stoker.api.failure import Failure
 from stoker.api.responses import RESPONSES
 from stoker.connection import open_connection
 from stoker.serve import batches, files, stored_responses
-from stoker.serve.backend import Backend
+from stoker.serve.backend import Backend, wrong_model
 from stoker.serve.batch_runner import BatchRunner
 from stoker.serve.connections import LoopErrors
 from stoker.serve.generation import generate
-from stoker.serve.guard import FILES_PATH, HEALTH_PATH, ROOT_PATH, Guard
+from stoker.serve.guard import FILES_PATH, HEALTH_PATHS, ROOT_PATH, Guard
+from stoker.serve.metrics import METRICS_PATH, Counted, metrics
 from stoker.serve.responses import CLIENT_IS_GONE, Json, failed, on_error
 from stoker.serve.settings import ServeSettings
 from stoker.serve.store import BatchStore, FileStore
@@ -46,14 +48,25 @@ def build_app(redis_url: str, settings: ServeSettings) -> Starlette:
         Route("/v1/models", _list_models, methods=["GET"]),
         Route("/v1/models/{name:path}", _model, methods=["GET"]),
         Route(ROOT_PATH, _root, methods=["GET"]),
-        Route(HEALTH_PATH, _healthz, methods=["GET"]),
+        *(Route(path, _healthz, methods=["GET"]) for path in HEALTH_PATHS),
+        Route(METRICS_PATH, metrics, methods=["GET"]),
     ]
     if settings.batch_store is not None:
         routes += _store_routes()
     limits = {"max_body_bytes": settings.max_body_bytes, "max_file_bytes": settings.max_file_bytes}
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, tokens=settings.tokens, **limits)],
+        middleware=[
+            Middleware(
+                CORSMiddleware,
+                allow_origins=settings.allowed_origins,
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=["*"],
+            ),
+            Middleware(Counted),
+            Middleware(Guard, tokens=settings.tokens, origins=frozenset(settings.allowed_origins), **limits),
+        ],
         exception_handlers={
             **dict.fromkeys((Failure, StokerError, Exception), on_error),
             HTTPException: _on_http_error,
@@ -138,13 +151,13 @@ async def _model(request: Request) -> Response:
     name = request.path_params["name"]
     found = (await _served(request.app.state.backend)).get(name)
     if found is None:
-        raise Failure(404, f"no live worker serves the model {name!r}", code="model_not_found", param="model")
+        raise wrong_model(name, sorted(await _served(request.app.state.backend)))
     return Json(found)
 
 
 async def _root(request: Request) -> Response:
     """What listens here; clients also ask for it to see whether anything does."""
-    return Json({"name": "stoker serve", "endpoints": [*ENDPOINTS, "/v1/models", HEALTH_PATH]})
+    return Json({"name": "stoker serve", "endpoints": [*ENDPOINTS, "/v1/models", *HEALTH_PATHS, METRICS_PATH]})
 
 
 async def _healthz(request: Request) -> Response:
@@ -158,8 +171,8 @@ async def _healthz(request: Request) -> Response:
 
 async def _served(backend: Backend) -> dict[str, dict[str, Any]]:
     settings, found = backend.settings, dict[str, dict[str, Any]]()
-    for worker in await backend.producer.workers():
-        if worker.model is not None and settings.queue in worker.queues:
+    for worker in await backend.workers():
+        if worker.model is not None:
             found[worker.model] = {
                 "id": worker.model,
                 "object": "model",

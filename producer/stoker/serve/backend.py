@@ -14,6 +14,7 @@ from stoker.api.failure import Failure
 from stoker.connection import open_async_connection
 from stoker.new_job import NewJob
 from stoker.operations import Commands, Operation, T, ask
+from stoker.presence import LiveWorker
 from stoker.producer import AsyncProducer
 from stoker.serve.intake import Intake
 from stoker.serve.settings import ServeSettings
@@ -21,6 +22,7 @@ from stoker.submitting import enqueue
 from stoker.tickets import AsyncTicket, SharedConnection
 
 _LOOK_S: Final = 0.5
+_READY_LOOK_S: Final = 2.0
 _RETRY_S: Final = 5
 _MOST_LIVE: Final = 64
 _GRACE_S: Final = 60
@@ -46,6 +48,8 @@ class Backend:
         self.live = asyncio.Semaphore(_MOST_LIVE)
         self._connection = open_async_connection(redis_url)
         self._shared = SharedConnection(self._connection)
+        self._workers: list[LiveWorker] = []
+        self._look_at = float("-inf")
         self.producer = AsyncProducer(self._connection, queue=settings.queue)
 
     async def run(self, operation: Operation[T]) -> T:
@@ -71,20 +75,44 @@ class Backend:
         """A job that was enqueued before."""
         return AsyncTicket(self._shared, job_id)
 
-    async def require_worker(self) -> None:
+    async def require_worker(self, model: str | None) -> None:
         """
+        Args:
+            model: the one that the call asks for, if it names one.
+
         Raises:
-            Failure: no worker listens to the queue, for longer than calls wait for one.
+            Failure: for longer than calls wait, no worker listens to the queue, or none has loaded its model; or they
+                have loaded another one.
         """
         if self.settings.queue_without_worker:
             return
         end = time.monotonic() + self.settings.worker_wait_s
-        while warning := await self.producer.unattended():
+        while (problem := await self._problem()) is not None:
+            code, why = problem
             if time.monotonic() >= end:
-                raise Failure(
-                    503, warning, kind="server_error", code="no_worker", retryable=True, retry_after_s=_RETRY_S
-                )
+                raise Failure(503, why, kind="server_error", code=code, retryable=True, retry_after_s=_RETRY_S)
             await asyncio.sleep(_LOOK_S)
+        loaded = {worker.model for worker in await self.workers()}
+        if model is not None and loaded and model not in loaded:
+            raise wrong_model(model, sorted(name for name in loaded if name is not None))
+
+    async def workers(self) -> list[LiveWorker]:
+        """Those of the queue, as they were a moment ago."""
+        if time.monotonic() >= self._look_at:
+            found = await self.producer.workers()
+            self._workers = [worker for worker in found if self.settings.queue in worker.queues]
+            is_ready = any(worker.model is not None for worker in self._workers)
+            self._look_at = time.monotonic() + (_READY_LOOK_S if is_ready else _LOOK_S)
+        return self._workers
+
+    async def _problem(self) -> tuple[str, str] | None:
+        """Why no worker can run a call now, with a code; a worker whose record is not there counts as ready."""
+        if warning := await self.producer.unattended():
+            return "no_worker", warning
+        workers = await self.workers()
+        if workers and all(worker.model is None for worker in workers):
+            return "model_loading", f"the worker of {self.settings.queue!r} still loads its model"
+        return None
 
     async def take_place(self, owner: str) -> str:
         """A place among the calls in flight of this name; `leave_place` gives it back.
@@ -101,6 +129,13 @@ class Backend:
 
     async def leave_place(self, owner: str, place: str) -> None:
         await self.run(ask("ZREM", _key(owner), place))
+
+
+def wrong_model(name: str, loaded: Sequence[str]) -> Failure:
+    """The refusal of a call for another model than the workers have."""
+    models = f"; it serves {', '.join(map(repr, loaded))}" if loaded else ""
+    message = f"the model {name!r} is not served here{models}"
+    return Failure(404, message, code="model_not_found", param="model")
 
 
 def _take(owner: str, place: str, settings: ServeSettings) -> Operation[bool]:

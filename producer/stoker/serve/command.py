@@ -24,7 +24,7 @@ _folder = click.Path(file_okay=False, path_type=Path)
     cls=LaidOutCommand,
     context_settings=SETTINGS,
     epilog=examples(
-        "stoker serve --any-model --batch-store ~/stoker-batches",
+        "stoker serve --any-model",
         "stoker serve --bind 0.0.0.0 --token-file tokens.txt",
         "curl http://127.0.0.1:8400/v1/models",
     ),
@@ -33,14 +33,19 @@ _folder = click.Path(file_okay=False, path_type=Path)
 @_serving("--port", type=click.IntRange(0, 65535), default=8400, show_default=True, help="0 for any free one.")
 @_serving("--token-file", type=_file, metavar="FILE",
           help="Lines of a name and a bearer token; needed unless --bind is loopback.")  # fmt: skip
-@_serving("--batch-store", type=_folder, metavar="FOLDER", help="Serve /v1/files and /v1/batches from this folder.")
+@_serving("--allow-origin", "allowed_origins", metavar="URL", multiple=True,
+          help="A web site whose pages may call, as http://localhost:3000; repeatable.")  # fmt: skip
+@_serving("--batch-store", type=_folder, metavar="FOLDER", default=Path.home() / ".stoker-serve",
+          help="Files, batches and responses.  [~/.stoker-serve]")  # fmt: skip
 @_calls("--queue", metavar="NAME", default=DEFAULT_QUEUE, show_default=True, help="RQ queue.")
 @_calls("--batch-queue", metavar="NAME", help="RQ queue of the lines of batches.  [--queue]")
 @_calls("--model-alias", "model_aliases", metavar="THEIRS=OURS", multiple=True,
         help="Run calls for the model THEIRS on the model OURS; repeatable.")  # fmt: skip
 @_calls("--any-model", is_flag=True, help="Run all calls on the loaded model, even if they name another.")
+@_calls("--ignore-unknown-fields", "ignore_unknown", is_flag=True,
+        help="Leave out fields that are not known, with a line in the log.")  # fmt: skip
 @_calls("--max-tokens", type=click.IntRange(min=1), metavar="N",
-        help="For calls without a limit.  [chat 1024, text 16]")  # fmt: skip
+        help="For calls without a limit.  [what the context leaves; text 16]")  # fmt: skip
 @_calls("--no-worker", type=click.Choice(["refuse", "queue"]), default="refuse", show_default=True,
         help="While no worker is alive: answer 503, or let calls wait.")  # fmt: skip
 @_limits("--max-body-bytes", type=click.IntRange(min=1), default=MAX_REQUEST_BYTES, show_default=True, metavar="BYTES",
@@ -70,7 +75,7 @@ def serve(redis_url: str, /, bind: str, port: int, **options: Any) -> None:
 def _settings(
     *,
     token_file: Path | None, queue: str, batch_queue: str | None, no_worker: str, model_aliases: tuple[str, ...],
-    any_model: bool, max_tokens: int | None, **limits: Any,
+    any_model: bool, max_tokens: int | None, ignore_unknown: bool, **limits: Any,
 ) -> ServeSettings:  # fmt: skip
     """
     Raises:
@@ -79,7 +84,7 @@ def _settings(
     return ServeSettings(
         queue=or_usage_error(lambda: checked_queue_name(queue)),
         batch_queue=or_usage_error(lambda: checked_queue_name(batch_queue or queue)),
-        body_options=BodyOptions(aliases_of(model_aliases), any_model, max_tokens),
+        body_options=BodyOptions(aliases_of(model_aliases), any_model, max_tokens, ignore_unknown),
         tokens=or_usage_error(lambda: Tokens.from_file(token_file)) if token_file else None,
         queue_without_worker=no_worker == "queue",
         **limits,

@@ -23,7 +23,16 @@ from stoker.api.endpoints import ENDPOINTS
 from stoker.api.responses import response_id
 from stoker.serve.backend import Backend
 from stoker.serve.intake import CallHead, CallJobs
-from stoker.serve.responses import CLIENT_IS_GONE, Json, described, failed, id_headers, received, until_hung_up
+from stoker.serve.responses import (
+    CLIENT_IS_GONE,
+    REQUEST_ID,
+    Json,
+    described,
+    failed,
+    id_headers,
+    received,
+    until_hung_up,
+)
 from stoker.serve.store import ResponseStore
 from stoker.tickets import AsyncTicket
 from stoker_shared.errors import StokerError
@@ -60,7 +69,7 @@ class RunningCall:
             RedisUnavailable: no server answers.
         """
         backend: Backend = app.backend
-        await backend.require_worker()
+        await backend.require_worker(made.model)
         running = cls(app, made.call, endpoint, owner, await backend.take_place(owner))
         try:
             running.tickets = await backend.enqueue(made.jobs, ids_are_new=not made.is_keyed)
@@ -136,6 +145,7 @@ class EventStream(Response):
         super().__init__(headers={**headers, "cache-control": "no-cache"}, media_type="text/event-stream")
         del self.headers["content-length"]
         self._running = running
+        self._ids = headers
         self._writer = writer
         self._begin = begin
         self._events = events
@@ -167,8 +177,7 @@ class EventStream(Response):
         except Exception as error:
             failure = described(error)
             if not self._has_begun:
-                headers = id_headers(self._running.job_id)
-                return await failed(self._running.endpoint, failure, headers)(scope, receive, send)
+                return await failed(self._running.endpoint, failure, self._ids)(scope, receive, send)
             await self._send(send, b"".join(self._writer.failed(failure)), more=False)
         finally:
             following.cancel()
@@ -200,7 +209,7 @@ async def generate(request: Request) -> Response:
     running = await RunningCall.begin(app, endpoint, owner, made)
     has_one_text = made.has_one_text
     del made  # with the prompts, which are in Redis now
-    headers = id_headers(running.job_id)
+    headers = id_headers(running.job_id, request.headers.get(REQUEST_ID))
     if running.call.is_background:
         waiting = await app.background.begun(owner, response_id(running.job_id))
         if not running.call.is_streamed:

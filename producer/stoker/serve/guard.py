@@ -17,7 +17,7 @@ from stoker.serve.responses import failed
 from stoker.serve.settings import ANYBODY, Tokens
 from stoker_shared.http_guard import is_own_site
 
-HEALTH_PATH: Final = "/healthz"
+HEALTH_PATHS: Final = ("/healthz", "/health")
 ROOT_PATH: Final = "/"
 FILES_PATH: Final = "/v1/files"
 _API_KEY_HEADER: Final = "x-api-key"
@@ -29,9 +29,12 @@ _OTHER_BYTES: Final = 64 * 2**10
 
 
 class Guard:
-    def __init__(self, app: ASGIApp, tokens: Tokens | None, *, max_body_bytes: int, max_file_bytes: int) -> None:
+    def __init__(
+        self, app: ASGIApp, tokens: Tokens | None, *, origins: frozenset[str], max_body_bytes: int, max_file_bytes: int
+    ) -> None:
         self._app = app
         self._tokens = tokens
+        self._origins = origins
         self._most = {**dict.fromkeys(ENDPOINTS, max_body_bytes), FILES_PATH: max_file_bytes}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,10 +58,11 @@ class Guard:
             Failure: the caller may not call.
         """
         if self._tokens is None:
-            if not is_own_site(headers.get("host"), headers.get("origin")):
+            origin = headers.get("origin")
+            if not is_own_site(headers.get("host"), None if origin in self._origins else origin):
                 raise Failure(403, "without tokens, only programs on this machine may call, by its loopback address")
             return ANYBODY
-        if path in (HEALTH_PATH, ROOT_PATH):
+        if path in (*HEALTH_PATHS, ROOT_PATH):
             return ANYBODY
         scheme, _, token = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":

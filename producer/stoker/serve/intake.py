@@ -76,12 +76,14 @@ class CallJobs:
         is_keyed: its client chose the jobs' ids.
         call: what was read, without the requests.
         has_one_text: the answer is one text that can be streamed as it is generated.
+        model: that the jobs ask for; ``None`` for any.
     """
 
     jobs: tuple[NewJob, ...]
     is_keyed: bool
     call: ApiCall
     has_one_text: bool
+    model: str | None
 
 
 def call_jobs(raw: list[bytes], head: CallHead, settings: ServeSettings) -> CallJobs:
@@ -116,7 +118,7 @@ def call_jobs(raw: list[bytes], head: CallHead, settings: ServeSettings) -> Call
         _store(store, call, head.owner, jobs[0].job_id)
     has_one_text = len(requests) == 1 and requests[0].n == 1 and not requests[0].logprobs
     call = replace(call, requests=(), input=None, is_stored=call.is_stored and store is not None)
-    return CallJobs(jobs, head.key is not None, call, has_one_text)
+    return CallJobs(jobs, head.key is not None, call, has_one_text, requests[0].model)
 
 
 def _with_head(fields: Mapping[str, Any], head: CallHead) -> dict[str, Any]:

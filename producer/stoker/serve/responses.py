@@ -22,6 +22,7 @@ from stoker_shared.job_data import read_json
 log = logging.getLogger(__name__)
 
 REQUEST_ID: Final = "x-request-id"
+JOB_ID: Final = "x-stoker-job"
 CLIENT_IS_GONE: Final = 499
 """The status of a response that nobody reads."""
 
@@ -29,9 +30,9 @@ READ_BODY_S: Final = 60.0
 _IN_MEMORY_BYTES: Final = 16 * 2**10
 
 
-def id_headers(job_id: str) -> dict[str, str]:
-    """A call's id, as OpenAI and Anthropic name it."""
-    return {REQUEST_ID: job_id, "request-id": job_id}
+def id_headers(job_id: str, given: str | None) -> dict[str, str]:
+    """A call's id, as OpenAI and Anthropic name it; `given` is the one that its client chose."""
+    return {REQUEST_ID: given or job_id, "request-id": job_id, JOB_ID: job_id}
 
 
 class Json(JSONResponse):

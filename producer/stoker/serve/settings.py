@@ -85,6 +85,7 @@ class ServeSettings:
         tokens: who may call; ``None`` for everybody who reaches the port.
         batch_store: folder of files, batches and responses; ``None`` to keep none.
         keep_responses_s: how long a response can be continued, in seconds.
+        allowed_origins: web sites whose pages may call.
         max_body_bytes, max_file_bytes: largest request body, and largest upload.
         max_waiting: most calls in flight per token.
         timeout_s: how long a call may take, in seconds.
@@ -98,6 +99,7 @@ class ServeSettings:
     tokens: Tokens | None = None
     batch_store: Path | None = None
     keep_responses_s: float = 7 * 86_400
+    allowed_origins: tuple[str, ...] = ()
     max_body_bytes: int = MAX_REQUEST_BYTES
     max_file_bytes: int = 512 * 2**20
     max_waiting: int = 1000

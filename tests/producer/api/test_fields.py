@@ -174,7 +174,8 @@ def test_an_unknown_field_and_a_missing_model_are_refused_by_name():
 
 def test_defaults_are_openais():
     assert request_fields(CHAT_URL, body(CHAT_URL), BodyOptions())["temperature"] == 1.0
-    assert request_fields(CHAT_URL, body(CHAT_URL), BodyOptions())["max_tokens"] == 1024
+    assert request_fields(CHAT_URL, body(CHAT_URL), BodyOptions())["fit_max_tokens"]
+    assert "fit_max_tokens" not in request_fields(CHAT_URL, body(CHAT_URL), BodyOptions(max_tokens=5))
     assert request_fields(TEXT_URL, body(TEXT_URL), BodyOptions())["max_tokens"] == 16
     assert request_fields(TEXT_URL, body(TEXT_URL), BodyOptions(max_tokens=5))["max_tokens"] == 5
 

@@ -65,6 +65,10 @@ class Hand(PlayedWorker):
         self._connection.sadd("rq:workers", "rq:worker:hand")
         self._connection.set("stoker:worker:hand", json.dumps(record))
 
+    def unregister(self) -> None:
+        self._connection.srem("rq:workers", "rq:worker:hand")
+        self._connection.delete("stoker:worker:hand")
+
     def say(self, job_id: str, run: str, kind: str, text: str = "", markers: Markers | None = PLAIN) -> None:
         """An entry of the job's stream; with `markers` ``None`` as an older worker writes it."""
         fields: dict[Any, Any] = {"run": run, "kind": kind, "text": text}

@@ -11,7 +11,7 @@ The answer depends on the last line of the prompt, or of the last message:
 * ``fail WHY``: the sequence fails in the engine;
 * ``break WHY``: the engine itself breaks, with every sequence in it;
 * ``crash``: the process kills itself as ``kill -9`` would;
-* anything else: words made from a hash of the whole prompt, until ``max_tokens``.
+* anything else: words made from a hash of the whole prompt, until ``max_tokens``; with ``fit_max_tokens``, a few.
 
 In a prompt that is scored, every token is as likely as any other.
 """
@@ -190,6 +190,8 @@ class _Script:
         else:
             digest = hashlib.sha256(np.asarray(work.prompt_ids, dtype=np.uint32).tobytes()).hexdigest()
             self._tokens = list("".join(f"{digest[at : at + 4]} " for at in range(0, len(digest), 4)).encode())
+            if work.request.fit_max_tokens:
+                self._tokens.append(END)
 
         self._endless = [token for token in self._tokens if token not in end_ids] or self._tokens
 

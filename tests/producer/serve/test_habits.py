@@ -1,0 +1,97 @@
+"""Beside the calls: ids, other sites, health, metrics, the name of a model, and fields that nobody knows."""
+
+import json
+import time
+
+import httpx
+import openai
+import pytest
+from tests.producer.serve.test_calls import ask
+
+from stoker.api.fields import BodyOptions
+
+SITE = "http://localhost.example:3000"
+RECORD = {"queues": ["generate"], "host": "h", "pid": 1, "started_at": 1.0, "mode": "rows", "context_tokens": 64}
+
+
+@pytest.fixture
+def worker(hand):
+    """Registers the played worker with a model, or with ``None`` while it loads."""
+    yield lambda model: hand.register({**RECORD, "model": model})
+    hand.unregister()
+
+
+def test_the_id_that_a_client_gives_comes_back_beside_the_jobs(served):
+    answer = httpx.post(
+        f"{served.url}/v1/completions", json={"model": "m", "prompt": "say x"}, headers={"X-Request-Id": "mine"}
+    )
+    assert answer.headers["x-request-id"] == "mine"
+    assert answer.json()["id"] == f"cmpl-{answer.headers['x-stoker-job']}"
+
+
+def test_pages_of_other_sites_may_call_only_if_they_are_named(served, serve):
+    asked = {"Origin": SITE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    assert httpx.options(f"{served.url}/v1/models", headers=asked).status_code >= 400
+    assert httpx.get(f"{served.url}/v1/models", headers={"Origin": SITE}).status_code == 403
+    named = serve(allowed_origins=(SITE,))
+    allowed = httpx.options(f"{named.url}/v1/models", headers=asked)
+    assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, SITE)
+    answer = httpx.get(f"{named.url}/v1/models", headers={"Origin": SITE})
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, SITE)
+    assert httpx.get(f"{named.url}/v1/models", headers={"Origin": "http://other.example"}).status_code == 403
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/health"])
+def test_health_has_both_names(served, path):
+    assert httpx.get(served.url + path).json() == {"status": "ok"}
+
+
+def test_requests_are_counted_by_path_and_status(served, client):
+    ask(client, "say x")
+    httpx.get(f"{served.url}/v1/models/none")
+    httpx.get(f"{served.url}/nothing/here")
+    text = httpx.get(f"{served.url}/metrics").text
+    for series in (
+        'stoker_serve_requests_total{path="/v1/chat/completions",status="200"}',
+        'stoker_serve_requests_total{path="/v1/models/{name:path}",status="404"}',
+        'stoker_serve_requests_total{path="other",status="404"}',
+        "stoker_serve_requests_open 1.0",
+        'stoker_serve_first_byte_seconds_count{path="/v1/chat/completions"}',
+    ):
+        assert series in text
+
+
+def test_a_call_for_another_model_and_a_look_for_it_get_one_text(serve, worker):
+    worker("right")
+    client = serve(body_options=BodyOptions()).client()
+    with pytest.raises(openai.NotFoundError) as called:
+        client.completions.create(model="wrong", prompt="say x")
+    with pytest.raises(openai.NotFoundError) as looked:
+        client.models.retrieve("wrong")
+    assert called.value.body == looked.value.body
+    assert called.value.code == "model_not_found"
+    assert "'right'" in str(called.value)
+    assert client.completions.create(model="right", prompt="say x").choices[0].text == "x"
+
+
+def test_while_the_model_loads_calls_are_told_to_come_later(serve, worker):
+    worker(None)
+    client = serve(worker_wait_s=0.0).client()
+    with pytest.raises(openai.InternalServerError) as refused:
+        ask(client, "say x")
+    assert (refused.value.status_code, refused.value.code) == (503, "model_loading")
+    assert refused.value.response.headers["retry-after"] == "5"
+    worker("m")
+    end = time.monotonic() + 20
+    while True:
+        try:
+            assert ask(client, "say x").choices[0].message.content == "x"
+            break
+        except openai.InternalServerError:
+            assert time.monotonic() < end
+
+
+def test_fields_that_are_not_known_can_be_ignored(serve, hand):
+    client = serve(body_options=BodyOptions(any_model=True, ignore_unknown=True)).client()
+    answer = ask(client, "say x", extra_body={"colour": json.dumps("red")})
+    assert answer.choices[0].message.content == "x"
