@@ -107,6 +107,9 @@ class WorkerSettings(BaseSettings):
     agent_ttl: Annotated[
         str | None, _memory("Remove agents unused for so long: 30d, 12h, 90m, seconds.  [never]", metavar="DURATION")
     ] = None
+    session_ttl: Annotated[
+        str, _memory("Remove caches of sessions unused for so long, as above.  [7d]", metavar="DURATION")
+    ] = "7d"
     shared_store: Annotated[
         str | None,
         _memory(
@@ -221,9 +224,9 @@ class WorkerSettings(BaseSettings):
         RequestDefaults.parsed(value)
         return value
 
-    @field_validator("agent_ttl")
+    @field_validator("agent_ttl", "session_ttl")
     @classmethod
-    def _agent_ttl_is_a_duration(cls, value: str | None) -> str | None:
+    def _ttl_is_a_duration(cls, value: str | None) -> str | None:
         if value is not None:
             seconds_of(value)
         return value
@@ -271,6 +274,10 @@ class WorkerSettings(BaseSettings):
     @property
     def agent_ttl_s(self) -> float | None:
         return None if self.agent_ttl is None else seconds_of(self.agent_ttl)
+
+    @property
+    def session_ttl_s(self) -> float:
+        return seconds_of(self.session_ttl)
 
     @property
     def store_folder(self) -> Path:

@@ -328,6 +328,28 @@ def test_jobs_without_an_agent_share_the_blocks_that_two_of_them_begin_with(stor
     assert AgentOf(store).cached(LONG[:600]) == 512
 
 
+def test_a_call_of_a_session_finds_all_of_the_call_that_it_goes_on_with(store: CacheStorePort) -> None:
+    def cached(prompt: tuple[int, ...], salt: str | None = None, session: str | None = "s") -> int:
+        restored = store.restore(prompt, agent=None, model=MODEL, salt=salt, session=session)
+        return restored.prefix.n_tokens if restored.prefix else 0
+
+    def call(prompt: tuple[int, ...], answer: tuple[int, ...]) -> int:
+        found, token_ids = cached(prompt), (*prompt, *answer)
+        cache = SequenceCache(len(token_ids), cache_of(token_ids))
+        store.save_session("s", token_ids, cache, prompt_tokens=len(prompt), model=MODEL, salt=None)
+        return found
+
+    other = ids(100, seed=5)
+    assert call(LONG[:600], LONG[600:650]) == 0
+    assert call(other, (1, 2, 3)) == 0
+    assert call(LONG[:700], LONG[700:720]) == 650
+    assert call((*other, 1, 2, 3, 4), ()) == 103
+    assert cached(LONG[:800]) == 720
+    assert cached(LONG[:800], session="t") == cached(LONG[:800], session=None) == 512
+    assert cached(LONG[:800], salt="other") == 0
+    assert store.open_agent("s").number == 0
+
+
 # --- jobs about an agent's memory ---
 
 

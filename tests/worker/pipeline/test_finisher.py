@@ -26,6 +26,7 @@ from stoker_shared.errors import (
     VersionTaken,
     WorkerLostTooOften,
 )
+from stoker_shared.request import build_request
 from stoker_worker.engine.scripted import ScriptedProvider
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.pipeline import finisher
@@ -232,6 +233,27 @@ def test_shared_blocks_that_cannot_be_written_fail_no_job(
         scene.finisher.put(job, generated(cache=SequenceCache(701, ())))
         scene.wait_for_release()
     assert saved == [(512, 701, "tenant")]
+    assert scene.queue.state("job") == "finished"
+    assert "its blocks are not saved: OSError: disk full" in caplog.text
+
+
+def test_a_call_of_a_session_is_kept_before_its_job_ends_and_fails_no_job(
+    scene: Scene, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = []
+
+    def save_session(session: str, token_ids: tuple[int, ...], cache: SequenceCache, **about: Any) -> None:
+        saved.append((session, len(token_ids), about["prompt_tokens"], about["salt"], scene.queue.state("job")))
+        raise OSError("disk full")
+
+    monkeypatch.setattr(scene.store, "save_session", save_session)
+    request = build_request({"prompt": "p", "session": "s"})
+    job = Job(claimed(scene.queue, job_id="job"), None, Prompt(tuple(range(700)), None, "p"), filled_in=request)
+    with caplog.at_level(logging.INFO):
+        done = generated(cache=SequenceCache(701, ()))
+        scene.finisher.put(job, done)
+        scene.wait_for_release()
+    assert saved == [("s", 701, 700, None, "started")]
     assert scene.queue.state("job") == "finished"
     assert "its blocks are not saved: OSError: disk full" in caplog.text
 

@@ -229,6 +229,27 @@ def test_without_shared_prefixes_a_job_without_an_agent_shares_its_beginning_wit
     assert without_agent is None
 
 
+@pytest.mark.parametrize("share_prefixes", [True, False])
+def test_a_call_of_a_session_restores_and_is_saved_as_a_whole(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, share_prefixes: bool
+) -> None:
+    asked: list[tuple[str | None, str | None]] = []
+
+    def restore(ids: Sequence[int], *, session: str | None, salt: str | None, **others: Any) -> Restored:
+        asked.append((session, salt))
+        return NOTHING_RESTORED
+
+    scene.loader = Loader(scene.store, loaded_model(), scene.engine, scene.finisher, share_prefixes=share_prefixes)
+    monkeypatch.setattr(scene.store, "restore", restore)
+    scene.put(None, prompt="x", session="s", cache_salt="salt")
+    scene.put(None, prompt="x", session="s", cache="read", cache_salt="salt")
+    scene.put(None, prompt="x", session="s", cache="off")
+    scene.loader.start()
+    jobs = [scene.engine.next() for _ in range(3)]
+    assert [(job.is_saved, job.agent) for job in jobs] == [(True, None), (False, None), (False, None)]
+    assert asked == [("s", "salt" if share_prefixes else "\ns\nsalt")] * 2
+
+
 def test_a_prompt_is_restored_only_up_to_the_first_token_that_is_scored(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -138,6 +138,7 @@ def _agents(settings: "WorkerSettings") -> "AgentCacheStore | ReplicatedStore":
         memory_max_bytes=default_memory_bytes() if settings.memory_max_bytes is None else settings.memory_max_bytes,
         keep_versions=settings.keep_versions,
         agent_ttl_s=settings.agent_ttl_s,
+        session_ttl_s=settings.session_ttl_s,
         wait=settings.standby,
     )
     with ExitStack() as opened:

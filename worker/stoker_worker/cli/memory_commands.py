@@ -306,11 +306,17 @@ def _gc_there(url: str, as_json: bool, would: str, *, max_bytes: int | None, unu
 
 
 @command
-@click.argument("agent")
+@click.argument("agent", required=False)
+@click.option("--session", metavar="ID", help="Remove the caches of this session instead.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @_waiting
-def rm(store: Path, as_json: bool, agent: str, yes: bool, wait: bool) -> None:
+def rm(store: Path, as_json: bool, agent: str | None, *, session: str | None, yes: bool, wait: bool) -> None:
     """Remove AGENT: its conversation, and every block that only it used."""
+    if (agent is None) == (session is None):
+        raise click.UsageError("name an agent, or a session with --session")
+    if agent is None:
+        _rm_session(store, as_json, str(session))
+        return
     from stoker_worker.memory.agent_changes import exists, forget_agent
     from stoker_worker.memory.locks import working_on
     from stoker_worker.memory.replica.shared_replica import opened_with_shared
@@ -331,6 +337,17 @@ def rm(store: Path, as_json: bool, agent: str, yes: bool, wait: bool) -> None:
     words = f"removed {agent!r} and {removed.blocks} blocks ({removed.block_bytes} bytes)"
     shared = f"; {removed.shared_blocks} more are in use by others" if removed.shared_blocks else ""
     say(as_json, removed.model_dump(include={"agent_id", "blocks", "block_bytes", "shared_blocks"}), words + shared)
+
+
+def _rm_session(store: Path, as_json: bool, session: str) -> None:
+    """A session has no conversation to lose, so nobody is asked."""
+    from stoker_worker.memory.sessions import remove_session
+    from stoker_worker.memory.store_parts import opened
+
+    with opened(store) as parts:
+        n_conversations, n_blocks = remove_session(parts, session)
+    words = f"removed the caches of {n_conversations} conversations of session {session!r}, and {n_blocks} blocks"
+    say(as_json, {"session": session, "conversations": n_conversations, "blocks": n_blocks}, words)
 
 
 @command

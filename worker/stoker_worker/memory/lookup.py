@@ -4,7 +4,8 @@ a lookup; writes nothing.
 On disk there are two sources: the full blocks of the prompt's own chain, whichever agent wrote them; and, where those
 end, the agent's own next piece (its tail, or a full block that the prompt leaves in the middle), as far as the tokens
 agree. The K/V of full attention may be cut anywhere, so the prefix ends where the files do. A model with window or
-recurrent layers resumes only where one of the agent's own snapshots was taken. A miss has a name.
+recurrent layers resumes only where one of the agent's own snapshots was taken. A miss has a name. For a call of a
+session, the conversation of the session that the prompt goes on with takes the place of the agent.
 """
 
 import contextlib
@@ -34,9 +35,11 @@ from stoker_worker.memory.blocks import (
     empty_layers,
     empty_states,
 )
+from stoker_worker.memory.database import Damaged
 from stoker_worker.memory.eviction import DiskBudget, Notes
 from stoker_worker.memory.files import is_there
 from stoker_worker.memory.ram_cache import RamCache, RamCacheEntry
+from stoker_worker.memory.sessions import SessionCaches, why_missed
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.ports import (
     AgentVersion,
@@ -60,21 +63,25 @@ class AgentBlocks:
 
     Attributes:
         snapshots: after how many tokens each was taken, ascending, and its file.
+        owner: the agent's id, or the name of a session's conversation.
+        evicted: whether some of its cache was evicted.
     """
 
     token_ids: tuple[int, ...] = ()
     tail: Path = Path()
     snapshots: tuple[tuple[int, Path], ...] = ()
+    owner: str | None = None
+    evicted: bool = False
 
     @classmethod
     def of(cls, agent: AgentVersion, pieces: PieceFolder) -> Self:
         """Everything that was saved of the version."""
-        if agent.cache is None or agent.transcript is None:
-            return cls()
         name, number = agent.agent_id, agent.number
+        if agent.cache is None or agent.transcript is None:
+            return cls(owner=name, evicted=agent.evicted)
         snapshots = [(n, pieces.snapshot_path(name, number, index)) for index, n in enumerate(agent.cache.snapshots)]
         tail = pieces.tail_path(name, number)
-        return cls(agent.transcript.token_ids[: agent.cache.tokens], tail, tuple(snapshots))
+        return cls(agent.transcript.token_ids[: agent.cache.tokens], tail, tuple(snapshots), name, agent.evicted)
 
 
 @dataclass(frozen=True)
@@ -265,6 +272,9 @@ class SharedPrefixes:
 
 _log = logging.getLogger(__name__)
 
+_EXPECTED: Final = ("evicted", "prompt_changed", "no_snapshot")
+"""Misses that no damage caused."""
+
 
 @dataclass(frozen=True)
 class Lookup:
@@ -276,6 +286,7 @@ class Lookup:
         max_tokens: most tokens that come after the prompt.
         is_saved: whether the engine hands the cache back, for the turn to be saved.
         n_readers: threads that may read.
+        session: of a job without an agent.
     """
 
     prompt: BlockChain
@@ -284,6 +295,7 @@ class Lookup:
     max_tokens: int
     is_saved: bool
     n_readers: int
+    session: str | None = None
 
     @property
     def limit(self) -> int:
@@ -308,12 +320,15 @@ class PrefixLookup:
         misses: how often less was reused than an agent's history allowed, by reason.
     """
 
-    def __init__(self, parts: StoreParts, budget: DiskBudget, ram_cache: RamCache, notes: Notes) -> None:
+    def __init__(
+        self, parts: StoreParts, budget: DiskBudget, ram_cache: RamCache, notes: Notes, sessions: SessionCaches
+    ) -> None:
         self.misses: Counter[str] = Counter()
         self._parts = parts
         self._budget = budget
         self._ram_cache = ram_cache
         self._notes = notes
+        self._sessions = sessions
         self._shared = SharedPrefixes()
 
     def find(self, lookup: Lookup) -> Restored:
@@ -322,8 +337,9 @@ class PrefixLookup:
         if agent is None:
             with self._budget.holds.using(None, addresses):
                 n_shared = self._shared.note(addresses)
-                restored = self._from_disk(lookup, AgentBlocks(), None)
-                n_saved = -(-restored.prefix.n_tokens // BLOCK_TOKENS) if restored.prefix else 0
+                restored = self._from_disk(lookup, *self._blocks_of_session(lookup))
+                # A prompt of whole blocks leaves out one token of its last block.
+                n_saved = (restored.prefix.n_tokens + 1) // BLOCK_TOKENS if restored.prefix else 0
                 if n_saved:
                     self._notes.read(addresses[n_saved - 1])
                 return replace(restored, to_share=n_shared * BLOCK_TOKENS if n_shared > n_saved else 0)
@@ -355,7 +371,7 @@ class PrefixLookup:
             BlockLookup(lookup.prompt, lookup.limit, spec, own, path_of, lookup.n_readers, make_room=lookup.make_room)
         )
         cache = found.cache
-        reason = self._report(lookup, found, other if cache.n_tokens < lookup.limit else None)
+        reason = self._report(lookup, own, found, other if cache.n_tokens < lookup.limit else None)
         if not cache.n_tokens:
             return Restored(None, "none", miss_reason=reason)
         if lookup.agent is not None:
@@ -373,6 +389,23 @@ class PrefixLookup:
         chain = lookup.prompt.up_to(cache.n_tokens)
         self._ram_cache.put(agent.agent_id, RamCacheEntry(agent.number, chain, cache))
 
+    def _blocks_of_session(self, lookup: Lookup) -> tuple[AgentBlocks, str | None]:
+        """The conversation of the session that has most in common with the prompt, and why that is little."""
+        if lookup.session is None:
+            return AgentBlocks(), None
+        try:
+            kept = self._sessions.conversations(lookup.session, lookup.prompt)
+        except (OSError, Damaged) as error:
+            _log.warning("session %r: its caches cannot be looked up: %s", lookup.session, error)
+            return AgentBlocks(), None
+        reason = why_missed(kept, len(lookup.prompt.token_ids), has_snapshots=bool(lookup.model.spec.snapshot_layers))
+        longest = max(kept, key=lambda one: one.n_common, default=None)
+        if longest is None:
+            return AgentBlocks(), None
+        self._notes.used(longest.row.agent_id)
+        own = AgentBlocks(longest.token_ids, longest.tail, longest.snapshots, longest.row.agent_id, longest.row.evicted)
+        return own, reason
+
     def _own_blocks(self, lookup: Lookup, agent: AgentVersion) -> tuple[AgentBlocks, str | None]:
         """The agent's own cache, if this model and salt may use it; else none and why."""
         model, cache, transcript = lookup.model, agent.cache, agent.transcript
@@ -387,28 +420,27 @@ class PrefixLookup:
             return AgentBlocks(), "other_salt"
         return AgentBlocks.of(agent, self._parts.pieces), None
 
-    def _report(self, lookup: Lookup, found: FoundOnDisk, other: str | None) -> str | None:
+    def _report(self, lookup: Lookup, own: AgentBlocks, found: FoundOnDisk, other: str | None) -> str | None:
         """Remove damaged files, so that the next save writes them again; log the first reason of a miss and return
         it."""
-        agent = lookup.agent
         for faulty in found.faults:
             if faulty.fault != "missing":
                 with contextlib.suppress(OSError):
                     self._parts.files.remove(faulty.path)
             if faulty.kind == "block":
                 self._notes.block_changed(faulty.path)
-            elif agent is not None:
-                self._notes.pieces_changed(agent.agent_id)
-        was_evicted = agent is not None and agent.evicted
+            elif own.owner is not None:
+                self._notes.pieces_changed(own.owner)
         reasons = [
-            "evicted" if was_evicted and faulty.fault == "missing" else f"{faulty.kind}_{faulty.fault}"
+            "evicted" if own.evicted and faulty.fault == "missing" else f"{faulty.kind}_{faulty.fault}"
             for faulty in found.faults
         ] or ([other] if other else [])
         if not reasons:
             return None
         where = f": {found.faults[0].path}" if found.faults else ""
-        level = logging.INFO if reasons[0] == "evicted" else logging.WARNING
-        whose = "no agent" if agent is None else f"agent {agent.agent_id!r}"
+        level = logging.INFO if reasons[0] in _EXPECTED else logging.WARNING
+        agent, session = lookup.agent, lookup.session
+        whose = f"agent {agent.agent_id!r}" if agent else f"session {session!r}" if session else "no agent"
         _log.log(level, "%s: cache missed after %d tokens: %s%s", whose, found.cache.n_tokens, reasons[0], where)
         self.misses[reasons[0]] += 1
         return reasons[0]

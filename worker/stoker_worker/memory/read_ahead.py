@@ -179,7 +179,7 @@ class ReadAhead:
 
     def _agents_used_last(self) -> list[str]:
         """Agents that have a cache, those used last first."""
-        where = f"WHERE {cache_index.HAS_CACHE} ORDER BY last_used DESC LIMIT ?"
+        where = f"WHERE {cache_index.HAS_CACHE} AND NOT {transcripts.IS_OF_SESSION} ORDER BY last_used DESC LIMIT ?"
         try:
             with self._parts.database.snapshot() as connection:
                 return [row.agent_id for row in transcripts.agent_rows(connection, where, (_MOST_RECENT,))]

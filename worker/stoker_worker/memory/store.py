@@ -30,6 +30,7 @@ from stoker_worker.memory.locks import InFlight, StoreLock
 from stoker_worker.memory.lookup import Lookup, PrefixLookup, n_readers
 from stoker_worker.memory.ram_cache import RamCache, RamCacheEntry
 from stoker_worker.memory.read_ahead import ReadAhead
+from stoker_worker.memory.sessions import SessionCaches
 from stoker_worker.memory.store_parts import open_parts
 from stoker_worker.memory.summary import AgentSummary, versions_of
 from stoker_worker.memory.turn_saver import LOG_BYTES, TurnSaver
@@ -81,12 +82,13 @@ class AgentCacheStore(CacheStorePort):
         keep_unused_s: float = KEEP_UNUSED_S,
         keep_versions: int = KEEP_VERSIONS,
         agent_ttl_s: float | None = None,
+        session_ttl_s: float | None = None,
         wait: bool = False,
         connector: Callable[[Path], Connection] = connect,
     ) -> None:
         """`max_bytes` and `keep_unused_s` as in `DiskBudget`, `memory_max_bytes` as in `RamCache`, `wait` as in
-        `StoreLock`, `agent_ttl_s` as in `Upkeep`; `keep_versions`: how many versions of an agent a rollback can return
-        to."""
+        `StoreLock`, `agent_ttl_s` and `session_ttl_s` as in `Upkeep`; `keep_versions`: how many versions of an agent a
+        rollback can return to."""
         with ExitStack() as opened, refused_if_unusable(folder):
             opened.enter_context(closing(StoreLock(folder, wait=wait)))
             self.parts = parts = open_parts(folder, files, create=True, connector=connector)
@@ -103,8 +105,10 @@ class AgentCacheStore(CacheStorePort):
             self.unsaved.reserve()
             self._close_files = opened.pop_all().close
         self._turns = TurnSaver(parts, self.budget, keep_versions=keep_versions)
-        self._prefixes = PrefixLookup(parts, self.budget, self.ram_cache, self._notes)
-        self._upkeep = Upkeep(parts, self._notes, self.unsaved, self.budget, self.ram_cache, agent_ttl_s=agent_ttl_s)
+        self._sessions = SessionCaches(parts, self.budget)
+        self._prefixes = PrefixLookup(parts, self.budget, self.ram_cache, self._notes, self._sessions)
+        ttls = {"agent_ttl_s": agent_ttl_s, "session_ttl_s": session_ttl_s}
+        self._upkeep = Upkeep(parts, self._notes, self.unsaved, self.budget, self.ram_cache, **ttls)
         self._read_ahead = ReadAhead(parts, self.ram_cache)
         self.agent_jobs = AgentJobs(self, keep_versions=keep_versions)
 
@@ -159,16 +163,17 @@ class AgentCacheStore(CacheStorePort):
         agent: AgentVersion | None,
         model: LoadedModel,
         salt: str | None,
+        session: str | None = None,
         max_tokens: int = 0,
         is_saved: bool = True,
         beside_others: bool = False,
     ) -> Restored:
-        if not model.has_memory or (agent is None and model.spec.snapshot_layers):
+        if not model.has_memory or (agent is None and session is None and model.spec.snapshot_layers):
             return Restored(None, "none")
         prompt = BlockChain(model.fingerprint, salt, tuple(prompt_ids))
         with self._read_ahead.giving_way(agent.agent_id if agent else None):
             return self._prefixes.find(
-                Lookup(prompt, agent, model, max_tokens, is_saved=is_saved, n_readers=n_readers(beside_others))
+                Lookup(prompt, agent, model, max_tokens, is_saved, n_readers(beside_others), session)
             )
 
     def save(self, turn: Turn) -> Mapping[str, Any]:
@@ -207,6 +212,24 @@ class AgentCacheStore(CacheStorePort):
             self.budget.not_saved(chain.paths(self._blocks.path_of))
             raise DatabaseFailed(str(error)) from error
         self.budget.saved(None, sum(sizes.values()) + LOG_BYTES)
+
+    def save_session(
+        self,
+        session: str,
+        token_ids: tuple[int, ...],
+        cache: SequenceCache,
+        *,
+        prompt_tokens: int,
+        model: LoadedModel,
+        salt: str | None,
+    ) -> None:
+        chain = BlockChain(model.fingerprint, salt, token_ids)
+        try:
+            n_bytes = self._sessions.save(session, chain, cache, prompt_tokens=prompt_tokens, model=model)
+        except (OSError, Damaged) as error:
+            self.budget.not_saved(chain.paths(self._blocks.path_of))
+            raise DatabaseFailed(str(error)) from error
+        self.budget.saved(None, n_bytes)
 
     def ended(self, agent_id: str, delivery: Delivery, *, remember_s: float) -> None:
         self._notes.ended(agent_id, transcripts.delivery_key(agent_id, delivery), time.time() + remember_s)

@@ -220,6 +220,8 @@ _FIND: Final = (
     f"SELECT 1, {_COLUMNS} FROM agents WHERE agent_id = ?"
     f" UNION ALL SELECT 2, number{', NULL' * _COLUMNS.count(',')} FROM agents INDEXED BY agents_by_key WHERE key = ?"
 )
+IS_OF_SESSION: Final = "agent_id < ' '"
+"""The condition of rows in `agents` that are no agents: see `sessions`."""
 _CLOCK: Final = "(SELECT clock_s FROM store)"
 _LAST_USED: Final = "last_used = max(CAST(last_used AS REAL), ?)"
 _NOTE_CLOCK: Final = f"UPDATE agents SET used_clock_s = {_CLOCK}"
@@ -417,7 +419,10 @@ def find_agent(connection: Connection, agent_id: str) -> AgentRow | None:
 
 def has_agents(connection: Connection) -> bool:
     """Returns whether an agent has a version: without, there is nothing to share."""
-    return connection.execute("SELECT 1 FROM agents WHERE version > 0 LIMIT 1").fetchone() is not None
+    return (
+        connection.execute(f"SELECT 1 FROM agents WHERE version > 0 AND NOT {IS_OF_SESSION} LIMIT 1").fetchone()
+        is not None
+    )
 
 
 def advance_clock(connection: Connection, seconds: float) -> None:
@@ -439,17 +444,19 @@ def unused_s(connection: Connection, agent_id: str) -> float | None:
 
 
 def unused_agents(
-    connection: Connection, *, for_s: float, after: tuple[float, int], limit: int
+    connection: Connection, *, for_s: float, after: tuple[float, int], limit: int, of_sessions: bool = False
 ) -> list[tuple[float, int, str]]:
     """Agents that were not used while workers ran for this time: the store's clock at their last use, their numbers
     and ids, in this order.
 
     Args:
         after: the first two of the last agent that is known.
+        of_sessions: conversations of sessions instead.
     """
     return connection.execute(
         f"SELECT used_clock_s, number, agent_id FROM agents WHERE used_clock_s < {_CLOCK} - ?"
-        " AND (used_clock_s, number) > (?, ?) ORDER BY used_clock_s, number LIMIT ?",
+        f" AND (used_clock_s, number) > (?, ?) AND {'' if of_sessions else 'NOT '}{IS_OF_SESSION}"
+        " ORDER BY used_clock_s, number LIMIT ?",
         (for_s, *after, limit),
     ).fetchall()
 
@@ -533,6 +540,45 @@ def set_missing(connection: Connection, agent_id: str, version: int, *, now: flo
     checksum = agent_checksum(row.number, agent_id, version, b"", int(row.unsaved))
     sql = "UPDATE agents SET version = ?, head = x'', checksum = ? WHERE number = ?"
     connection.execute(sql, (version, checksum, row.number))
+
+
+def session_rows(connection: Connection, names: Sequence[str]) -> list[tuple[AgentRow, int]]:
+    """Those of these conversations of a session that are there and whole, the one used last first; and how many tokens
+    the prompt of its last call had."""
+    sql = f"SELECT tokens, {_COLUMNS} FROM agents WHERE agent_id IN (?{', ?' * (len(names) - 1)})"
+    found: list[tuple[AgentRow, int]] = []
+    for n_prompt, *columns in connection.execute(f"{sql} ORDER BY last_used DESC", names):
+        with suppress(Damaged):
+            found.append((row_of(columns), n_prompt if isinstance(n_prompt, int) else 0))
+    return found
+
+
+def session_names(connection: Connection, start: str) -> list[str]:
+    """The conversations whose names start so."""
+    found = connection.execute(
+        f"SELECT agent_id FROM agents WHERE {IS_OF_SESSION} AND substr(agent_id, 1, ?) = ?", (len(start), start)
+    )
+    return [name for (name,) in found]
+
+
+def write_session(
+    connection: Connection, name: str, version: int, *, prompt_tokens: int, cached_tokens: int, now: float
+) -> AgentRow:
+    """Make this the conversation's newest version: one without a transcript. Raises `Damaged`."""
+    row = find_agent(connection, name) or insert_agent(connection, name, last_used=now)
+    connection.execute(
+        "UPDATE agents SET version = ?, head = x'', unsaved = 0, checksum = ?, turns = turns + 1, tokens = ?,"
+        f" cached_tokens = ?, evicted = 0, {_LAST_USED}, used_clock_s = {_CLOCK} WHERE number = ?",
+        (
+            version,
+            agent_checksum(row.number, name, version, b"", 0),
+            prompt_tokens,
+            cached_tokens,
+            now,
+            row.number,
+        ),
+    )
+    return replace(row, version=version)
 
 
 def delete_agent(connection: Connection, row: AgentRow) -> None:

@@ -20,8 +20,8 @@ from stoker_worker.memory import cache_index, transcripts
 from stoker_worker.memory.blocks import (
     MOST_SNAPSHOTS,
     BlockChain,
+    BlockFolder,
     CachePiece,
-    PieceFolder,
     Pieces,
     common_length,
     fits,
@@ -42,7 +42,7 @@ from stoker_worker.memory.transcripts import (
     delta,
 )
 from stoker_worker.ports import AgentVersion, CachedPrefix, Delivery, SequenceCache, Transcript, Turn
-from stoker_worker.ports.cache_spec import BLOCK_TOKENS
+from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ModelCacheSpec
 
 
 def cached_chain(turn: Turn) -> BlockChain | None:
@@ -70,16 +70,16 @@ def cached_chain(turn: Turn) -> BlockChain | None:
     return BlockChain(model.fingerprint, turn.cache_salt, token_ids[:n_tokens])
 
 
-def own_pieces(turn: Turn, cache: SequenceCache, folder: PieceFolder, chain: BlockChain) -> Pieces:
-    """The agent's own files of its next version: tail and snapshots. `chain`: of the tokens that are cached."""
-    agent_id, version, spec = turn.agent_id, turn.version, turn.model.spec
+def own_pieces(chain: BlockChain, cache: SequenceCache, spec: ModelCacheSpec, places: Sequence[Path]) -> Pieces:
+    """A version's own files: tail and snapshots. `chain`: of the tokens that are cached. `places`: `PieceFolder.paths`
+    of the version."""
+    tail_path, *snapshot_paths = places
     pieces: dict[Path, Iterable[Chunk]] = {}
     if chain.rest and spec.full_layers:
         tail = CachePiece("tail", chain.model, spec, chain.last, chain.rest)
-        pieces[folder.tail_path(agent_id, version)] = tail.encode(cache.layers, chain.n_blocks * BLOCK_TOKENS)
-    for index, snapshot in enumerate(cache.snapshots):
-        piece = CachePiece.snapshot(spec, chain.up_to(snapshot.n_tokens))
-        pieces[folder.snapshot_path(agent_id, version, index)] = piece.encode_states(snapshot.states)
+        pieces[tail_path] = tail.encode(cache.layers, chain.n_blocks * BLOCK_TOKENS)
+    for path, snapshot in zip(snapshot_paths, cache.snapshots, strict=False):
+        pieces[path] = CachePiece.snapshot(spec, chain.up_to(snapshot.n_tokens)).encode_states(snapshot.states)
     return pieces
 
 
@@ -226,9 +226,11 @@ class TurnSaver:
         with self._database.snapshot() as connection:
             check_base(turn.base, transcripts.find_agent(connection, turn.agent_id))
         sizes: dict[int, int] = {}
-        pieces = own_pieces(turn, turn.cache, self._pieces, chain) if turn.cache is not None and chain else {}
+        pieces: Pieces = {}
         try:
             if turn.cache is not None and chain is not None:
+                places = self._pieces.paths(turn.agent_id, turn.version)
+                pieces = own_pieces(chain, turn.cache, turn.model.spec, places)
                 sizes = self._blocks.save(chain, turn.cache, turn.model.spec)
             piece_bytes = self._pieces.write(pieces)
         except OSError as error:
@@ -257,7 +259,9 @@ class TurnSaver:
         if not turn.model.spec.full_layers:
             chain = None  # it has no blocks
         if chain is not None:
-            cache_index.add_blocks(connection, chain, self._all_sizes(connection, chain, written.sizes), now=now)
+            cache_index.add_blocks(
+                connection, chain, all_sizes(connection, self._blocks, chain, written.sizes), now=now
+            )
         if row.last_block is not None or (chain is not None and chain.n_blocks):
             cache_index.use_chain(connection, row.number, chain, now=now)
         cache_index.set_piece_bytes(connection, row.number, written.piece_bytes, known=row.piece_bytes)
@@ -269,16 +273,6 @@ class TurnSaver:
         if turn.model.fingerprint not in self._known_models and turn.model.has_memory:
             cache_index.note_model(connection, turn.model.fingerprint, turn.model.spec.describe())
 
-    def _all_sizes(self, connection: Connection, chain: BlockChain, sizes: Mapping[int, int]) -> dict[int, int]:
-        """With the blocks before them that are on disk and not in the index: a crash came before their transaction."""
-        first = min(sizes, default=chain.n_blocks)
-        path_of = self._blocks.path_of
-        found = dict.fromkeys(range(cache_index.n_known(connection, chain, first), first), 0)
-        for n in found:
-            with suppress(OSError):
-                found[n] = allocated_bytes(path_of(chain.model, chain.addresses[n]))
-        return {n: n_bytes for n, n_bytes in found.items() if n_bytes} | dict(sizes)
-
     def _n_bytes(self, turn: Turn, chain: BlockChain | None) -> int:
         """The approximate size of its cache files and its transaction."""
         spec, cache = turn.model.spec, turn.cache
@@ -288,6 +282,18 @@ class TurnSaver:
         snapshots = sum(spec.snapshot_bytes(snapshot.n_tokens) for snapshot in cache.snapshots)
         n_new = cache.n_tokens - BLOCK_TOKENS * self._blocks.n_there(chain)
         return n_bytes + n_new * spec.bytes_per_token + snapshots
+
+
+def all_sizes(
+    connection: Connection, blocks: BlockFolder, chain: BlockChain, sizes: Mapping[int, int]
+) -> dict[int, int]:
+    """With the blocks before them that are on disk and not in the index: a crash came before their transaction."""
+    first = min(sizes, default=chain.n_blocks)
+    found = dict.fromkeys(range(cache_index.n_known(connection, chain, first), first), 0)
+    for n in found:
+        with suppress(OSError):
+            found[n] = allocated_bytes(blocks.path_of(chain.model, chain.addresses[n]))
+    return {n: n_bytes for n, n_bytes in found.items() if n_bytes} | dict(sizes)
 
 
 @dataclass(frozen=True)

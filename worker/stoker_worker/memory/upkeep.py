@@ -24,6 +24,7 @@ from stoker_worker.memory.database import Connection, Damaged, DatabaseFailed, k
 from stoker_worker.memory.eviction import DiskBudget, Notes
 from stoker_worker.memory.locks import working_on
 from stoker_worker.memory.ram_cache import RamCache
+from stoker_worker.memory.sessions import is_of_session
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.unsaved import UnsavedTurns
 from stoker_worker.periodic import Periodic
@@ -102,10 +103,12 @@ class Upkeep:
         ram_cache: RamCache,
         *,
         agent_ttl_s: float | None,
+        session_ttl_s: float | None = None,
     ) -> None:
         """
         Args:
             agent_ttl_s: for how long workers may run without a use of an agent until it is removed; ``None``: it stays.
+            session_ttl_s: the same for a conversation of a session.
         """
         self._parts = parts
         self._database = parts.database
@@ -114,6 +117,7 @@ class Upkeep:
         self._budget = budget
         self._ram_cache = ram_cache
         self._agent_ttl_s = agent_ttl_s
+        self._session_ttl_s = session_ttl_s
         self._stop = threading.Event()
         self._monotonic = time.monotonic
         self._ticked_at = self._monotonic()
@@ -141,7 +145,9 @@ class Upkeep:
         while self._database.commit(partial(transcripts.forget_answers, now=time.time())):
             yield
         if self._agent_ttl_s is not None:
-            yield from self._forget_unused_agents(self._agent_ttl_s)
+            yield from self._forget_unused(self._agent_ttl_s, of_sessions=False)
+        if self._session_ttl_s is not None:
+            yield from self._forget_unused(self._session_ttl_s, of_sessions=True)
         self._budget.make_room()
         self._database.shorten_log()
 
@@ -186,14 +192,16 @@ class Upkeep:
         seconds, self._ticked_at = min(max(0.0, now - self._ticked_at), _TICK_S), now
         self._database.commit(partial(transcripts.advance_clock, seconds=seconds))
 
-    def _forget_unused_agents(self, ttl_s: float) -> Iterator[None]:
+    def _forget_unused(self, ttl_s: float, *, of_sessions: bool) -> Iterator[None]:
         """In steps, and not all of a great many at once: other work comes between. Each is looked at once."""
         for_s, after = ttl_s + _TICK_S, (float("-inf"), 0)  # the last use may be a tick later than the clock was
         # Their jobs wait meanwhile, and a shared store is asked about each.
         at_once = 1 if self._parts.replica.is_shared else _AGENTS_AT_ONCE
         for _ in range(_MOST_PAGES):
             with self._database.snapshot() as connection:
-                page = transcripts.unused_agents(connection, for_s=for_s, after=after, limit=_ROWS_AT_ONCE)
+                page = transcripts.unused_agents(
+                    connection, for_s=for_s, after=after, limit=_ROWS_AT_ONCE, of_sessions=of_sessions
+                )
             if not page:
                 return
             after = page[-1][:2]
@@ -213,7 +221,7 @@ class Upkeep:
             removed = forget_unused(self._parts, unused, is_held=self._budget.holds.is_held)
         for agent_id in removed:
             self._ram_cache.drop(agent_id)
-            _log.info("agent %r removed: it was not used for %g s", agent_id, self._agent_ttl_s)
+            _log.info("agent %r removed: it was not used for %g s", agent_id, for_s - _TICK_S)
         return bool(removed or not unused)
 
     def _has_work(self, agent_id: str) -> bool:
@@ -235,7 +243,7 @@ class Upkeep:
             return False
         is_whole = row is not None and row.problem is None
         is_unused = unused_s is not None and unused_s > for_s and not self._has_work(agent_id)
-        return is_whole and is_unused and self._parts.replica.expire(agent_id, for_s)
+        return is_whole and is_unused and (is_of_session(agent_id) or self._parts.replica.expire(agent_id, for_s))
 
     def _remove_orphans(self, folder: Path) -> None:
         find = partial(orphans_in, self._parts, folder, before=time.time() - YOUNG_S)

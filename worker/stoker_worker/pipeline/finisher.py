@@ -247,7 +247,7 @@ class Finisher:
             return build_result(job, completion, answers, model, report).model_dump(mode="json")
 
         if agent is None:
-            self._save_shared(job, completion, model)
+            self._save_for_others(job, completion, model)
             return result(None, saved=False)
         if request.cache != "readwrite":
             return result(_number_of(agent), saved=False)
@@ -276,13 +276,19 @@ class Finisher:
                 raise AgentVersionNotSaved(f"{reason}; and it cannot be noted: {not_noted}") from error
             return result(_number_of(agent), saved=False, save_error=reason)
 
-    def _save_shared(self, job: Job, completion: CompletedGeneration, model: LoadedModel) -> None:
-        """Save the beginning that other jobs without an agent have too. Its loss costs them time only."""
-        cache, n_shared = completion.cache, job.restored.to_share
-        if cache is None or not 0 < n_shared <= cache.n_tokens:
+    def _save_for_others(self, job: Job, completion: CompletedGeneration, model: LoadedModel) -> None:
+        """Save all for the session's next call, or the beginning that other jobs without an agent have too. Its loss
+        costs them time only."""
+        cache, n_shared, session = completion.cache, job.restored.to_share, job.request.session
+        if cache is None or (session is None and not 0 < n_shared <= cache.n_tokens):
             return
+        ids = job.prompt.ids
         try:
-            self._store.save_blocks(job.prompt.ids[:n_shared], cache, model=model, salt=job.salt)
+            if session is None:
+                self._store.save_blocks(ids[:n_shared], cache, model=model, salt=job.salt)
+            else:
+                token_ids = (*ids, *completion.generated_ids[: completion.kept])[: cache.n_tokens]
+                self._store.save_session(session, token_ids, cache, prompt_tokens=len(ids), model=model, salt=job.salt)
         except Exception as error:
             log.info("job %s: its blocks are not saved: %s: %s", job.job_id, type(error).__name__, error)
 

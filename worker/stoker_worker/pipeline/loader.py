@@ -157,7 +157,8 @@ class Loader(threading.Thread):
         if model.guides is not None:
             job.guide = model.guides.guide_for(request, job.prompt.ids)
         job.salt = self._salt(request)
-        if request.cache != "off" and model.has_memory and (agent is not None or self._share_prefixes):
+        has_own = agent is not None or request.session is not None
+        if request.cache != "off" and model.has_memory and (has_own or self._share_prefixes):
             job.shares = (job.salt,)
             reusable = reusable_ids(request, job.prompt)
             began = time.perf_counter()
@@ -166,19 +167,21 @@ class Loader(threading.Thread):
                 agent=agent,
                 model=model,
                 salt=job.salt,
+                session=request.session,
                 max_tokens=len(job.prompt.ids) - len(reusable) + request.max_tokens,
                 is_saved=request.cache == "readwrite",
                 beside_others=self._engine.is_busy(),
             )
             self._metrics.restored(time.perf_counter() - began, job.restored.source)
-        # A job without an agent saves only a beginning that it shares with another job and that is not saved yet.
-        job.is_saved = request.cache == "readwrite" and (agent is not None or job.restored.to_share > 0)
+        # A job without agent and session saves only a beginning that it shares with another and that is not saved yet.
+        job.is_saved = request.cache == "readwrite" and (has_own or job.restored.to_share > 0)
         return None
 
     def _salt(self, request: GenerationRequest) -> str | None:
         if self._share_prefixes:
             return request.cache_salt
-        return f"{request.agent_id}\n{request.cache_salt or ''}"  # an agent id holds no newline
+        own = request.agent_id if request.session is None else f"\n{request.session}"  # an agent id holds no newline
+        return f"{own}\n{request.cache_salt or ''}"
 
     def _answer(self, job: Job) -> Mapping[str, Any] | None:
         """The result of the turn that this delivery has made already, if it has.

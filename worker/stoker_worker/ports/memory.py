@@ -245,6 +245,7 @@ class CacheStorePort(Protocol):
         agent: AgentVersion | None,
         model: LoadedModel,
         salt: str | None,
+        session: str | None = None,
         max_tokens: int = 0,
         is_saved: bool = True,
         beside_others: bool = False,
@@ -255,6 +256,7 @@ class CacheStorePort(Protocol):
         Args:
             agent: ``None`` for a job without one: it may use the blocks of its salt, and only the beginning of its
                 prompt is remembered.
+            session: of a job without an agent: it may use what `save_session` kept as well.
             max_tokens: most tokens that come after `prompt_ids`.
             is_saved: whether the agent's turn is to be saved, so that the engine hands its cache back.
             beside_others: whether other sequences are running: they keep half of the cores.
@@ -299,6 +301,27 @@ class CacheStorePort(Protocol):
 
         Raises:
             OSError: they could not be written.
+        """
+        ...
+
+    def save_session(
+        self,
+        session: str,
+        token_ids: tuple[int, ...],
+        cache: SequenceCache,
+        *,
+        prompt_tokens: int,
+        model: LoadedModel,
+        salt: str | None,
+    ) -> None:
+        """Keep the cache of a call's prompt and answer for the session's next calls. What the session has of another
+        conversation stays.
+
+        Args:
+            token_ids: of the prompt and the answer, as far as they are cached: `cache.n_tokens` of them.
+
+        Raises:
+            OSError: it could not be written.
         """
         ...
 

@@ -36,6 +36,7 @@ from stoker_worker.memory.database_file import (
 from stoker_worker.memory.files import Disk, DurableWriter
 from stoker_worker.memory.locks import StoreLock
 from stoker_worker.memory.store_parts import StoreParts, make_folders
+from stoker_worker.memory.transcripts import IS_OF_SESSION
 
 _PAGES: Final = 2048
 """Copied in one step; between two steps an interrupt ends the copy."""
@@ -68,7 +69,7 @@ def back_up(store: StoreParts, file: Path) -> Backup:
     with draft_of(file) as draft:
         write_new(draft, ())
         with store.database.snapshot() as source:
-            agents: int = source.execute("SELECT count(*) FROM agents").fetchone()[0]
+            agents: int = source.execute(f"SELECT count(*) FROM agents WHERE NOT {IS_OF_SESSION}").fetchone()[0]
             copy_database(source.connection, draft)
         with closing(connect_to_copy(draft)) as copy:
             with translated():
@@ -132,7 +133,8 @@ def restore(folder: Path, backup: Path) -> RestoredBackup:
         OSError: it could not be read or written; nothing has changed, or the next start finishes it.
     """
     with _whole(backup) as source, refused_if_damaged(backup):
-        agents, newest_use = source.execute("SELECT count(*), max(last_used) FROM agents").fetchone()
+        counts = f"SELECT count(*), max(last_used) FROM agents WHERE NOT {IS_OF_SESSION}"
+        agents, newest_use = source.execute(counts).fetchone()
 
         def copy(draft: Path) -> None:
             write_new(draft / NAME, ())

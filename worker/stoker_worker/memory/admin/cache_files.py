@@ -112,7 +112,7 @@ def read_intact(path: Path) -> dict[str, Any]:
 
 def recount(connection: Connection, blocks: BlockFolder, pieces: PieceFolder, *, now: float) -> int:
     """Enter the files of every agent's newest version that can be read, and no others. Files of another conversation
-    under the names of its own are removed: the agent's id has been used again.
+    under the names of its own are removed: the agent's id has been used again. Sessions go.
 
     Returns:
         how many blocks there are.
@@ -121,6 +121,7 @@ def recount(connection: Connection, blocks: BlockFolder, pieces: PieceFolder, *,
         OSError: a folder cannot be read.
     """
     connection.execute("DELETE FROM blocks")
+    connection.execute(f"DELETE FROM agents WHERE {transcripts.IS_OF_SESSION}")
     connection.execute("UPDATE agents SET last_block = NULL, piece_bytes = 0")
     connection.execute("UPDATE store SET cache_bytes = 0")
     for row in list(transcripts.agent_rows(connection, "")):

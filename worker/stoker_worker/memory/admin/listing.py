@@ -34,6 +34,8 @@ _REST: Final = f"printf('{_FORM}, \"last_used\": ', {', '.join(_COUNTS.values())
 """Columns that no checksum covers: in a damaged row, a value of any type is printed as a number."""
 _SIZED: Final = "agents LEFT JOIN blocks ON address = last_block"
 _ROWS: Final = f"SELECT number, agent_id, key, version, head, unsaved, checksum, {_REST} FROM {_SIZED}"
+_AGENTS: Final = "number NOT IN (SELECT number FROM agents WHERE agent_id < ' ')"
+"""Without the rows of sessions, which an index has: no row is read for it."""
 _OK: Final = '"ok", "problem": null'
 _UNSAVED: Final = '"unsaved", "problem": "its last turn was not saved"'
 _DAMAGED: Final = '"unreadable", "problem": "its row is damaged"'
@@ -108,4 +110,4 @@ def count_agents(connection: Connection, page: Page) -> int:
 
 
 def _where(page: Page) -> tuple[str, tuple[str, ...]]:
-    return ("", ()) if page.match is None else ("WHERE agent_id GLOB ?", (page.match,))
+    return (f"WHERE {_AGENTS}", ()) if page.match is None else (f"WHERE {_AGENTS} AND agent_id GLOB ?", (page.match,))

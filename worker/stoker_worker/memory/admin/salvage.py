@@ -115,6 +115,7 @@ class _Salvage:
                 case None, (bytes(key), int(number)) if number not in self._names:
                     keys.add(key)
         self._make_rows(without_row, keys)
+        connection.execute(f"DELETE FROM agents WHERE {transcripts.IS_OF_SESSION}")  # caches alone are no loss
         connection.execute("DELETE FROM turns WHERE agent NOT IN (SELECT number FROM agents)")
         while connection.execute(f"DELETE FROM turns WHERE {_WITHOUT_PARENT} RETURNING 1").fetchall():
             pass

@@ -18,7 +18,7 @@ from stoker_worker.memory.admin.cache_files import check_block, check_piece, rea
 from stoker_worker.memory.cache_index import COUNTED_BYTES
 from stoker_worker.memory.database import Connection, Damaged
 from stoker_worker.memory.store_parts import StoreParts
-from stoker_worker.memory.transcripts import COLUMNS, TurnRecord, replay
+from stoker_worker.memory.transcripts import COLUMNS, IS_OF_SESSION, TurnRecord, replay
 
 Snapshot = Callable[[], AbstractContextManager[Connection]]
 
@@ -57,7 +57,7 @@ def verify_store(parts: StoreParts) -> Iterator[str]:
 
 def damaged_agents(snapshot: Snapshot) -> Iterator[str]:
     """A line for every row of an agent or a version that is damaged or missing. Raises `OSError`, `Damaged`."""
-    sql = "SELECT number, agent_id FROM agents WHERE number > ?1 ORDER BY number LIMIT ?3"
+    sql = f"SELECT number, agent_id FROM agents WHERE number > ?1 AND NOT {IS_OF_SESSION} ORDER BY number LIMIT ?3"
     return _rows(snapshot, sql, (0, ""), "agent {1!r}", _agent)
 
 

@@ -101,6 +101,7 @@ class ReplicatedStore(CacheStorePort):
         agent: AgentVersion | None,
         model: LoadedModel,
         salt: str | None,
+        session: str | None = None,
         max_tokens: int = 0,
         is_saved: bool = True,
         beside_others: bool = False,
@@ -112,6 +113,7 @@ class ReplicatedStore(CacheStorePort):
             agent=agent,
             model=model,
             salt=salt,
+            session=session,
             max_tokens=max_tokens,
             is_saved=is_saved,
             beside_others=beside_others,
@@ -146,6 +148,19 @@ class ReplicatedStore(CacheStorePort):
         self, token_ids: tuple[int, ...], cache: SequenceCache, *, model: LoadedModel, salt: str | None
     ) -> None:
         self.local.save_blocks(token_ids, cache, model=model, salt=salt)
+
+    def save_session(
+        self,
+        session: str,
+        token_ids: tuple[int, ...],
+        cache: SequenceCache,
+        *,
+        prompt_tokens: int,
+        model: LoadedModel,
+        salt: str | None,
+    ) -> None:
+        """On this machine only: the caches of sessions do not go to the shared store."""
+        self.local.save_session(session, token_ids, cache, prompt_tokens=prompt_tokens, model=model, salt=salt)
 
     def ended(self, agent_id: str, delivery: Delivery, *, remember_s: float) -> None:
         self.local.ended(agent_id, delivery, remember_s=remember_s)

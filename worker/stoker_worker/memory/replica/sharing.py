@@ -19,7 +19,7 @@ from stoker_worker.memory.replica.bucket import MARKER, Bucket, identify
 from stoker_worker.memory.replica.shared_replica import checksum_of
 from stoker_worker.memory.replica.versions import Emptied, SharedVersion, Versions
 from stoker_worker.memory.store_parts import NextVersion, StoreParts
-from stoker_worker.memory.transcripts import AgentRow, TurnRecord
+from stoker_worker.memory.transcripts import IS_OF_SESSION, AgentRow, TurnRecord
 
 _PAGE: Final = 64
 _THREADS: Final = 8
@@ -68,7 +68,7 @@ def share(parts: StoreParts, bucket: Bucket, *, on_page: Callable[[Shared], obje
 
 
 def _page(parts: StoreParts, last: int) -> list[tuple[int, str]]:
-    sql = "SELECT number, agent_id FROM agents WHERE number > ? ORDER BY number LIMIT ?"
+    sql = f"SELECT number, agent_id FROM agents WHERE number > ? AND NOT {IS_OF_SESSION} ORDER BY number LIMIT ?"
     with parts.database.snapshot() as connection:
         return connection.execute(sql, (last, _PAGE)).fetchall()
 

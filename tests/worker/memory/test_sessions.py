@@ -1,0 +1,235 @@
+"""Sessions: calls that carry their whole conversation find what the session's calls before them have cached."""
+
+from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import pytest
+from tests.worker.memory.agents import (
+    MODEL,
+    SNAPSHOT_SPECS,
+    Agent,
+    boundaries,
+    cache_of,
+    files_below,
+    ids,
+    make_model,
+    open_store,
+    reopen,
+    snapshots_of,
+    tidy,
+)
+
+from stoker_worker.memory import transcripts
+from stoker_worker.memory.admin.gc import collect
+from stoker_worker.memory.admin.listing import Page, count_agents, list_agents
+from stoker_worker.memory.admin.verify import verify_store
+from stoker_worker.memory.sessions import MOST_CONVERSATIONS, remove_session
+from stoker_worker.memory.store import AgentCacheStore
+from stoker_worker.ports import LoadedModel, Restored, SequenceCache
+
+LONG = ids(3000)
+OTHER = ids(3000, seed=9)
+
+
+def restore(
+    store: AgentCacheStore,
+    prompt: Sequence[int],
+    *,
+    session: str = "s",
+    salt: str | None = None,
+    model: LoadedModel = MODEL,
+) -> Restored:
+    restored = store.restore(prompt, agent=None, model=model, salt=salt, session=session)
+    if restored.prefix is not None:
+        for ours, theirs in zip(
+            cache_of(prompt[: restored.prefix.n_tokens], model), restored.prefix.layers, strict=True
+        ):
+            assert all((a == b).all() for a, b in zip(ours, theirs, strict=True))
+    return restored
+
+
+def call(
+    store: AgentCacheStore,
+    prompt: Sequence[int],
+    answer: Sequence[int] = (),
+    *,
+    session: str = "s",
+    salt: str | None = None,
+    model: LoadedModel = MODEL,
+) -> tuple[int, str | None]:
+    """A whole call: how many tokens came from the cache, and why not more. Then its cache is saved."""
+    restored = restore(store, prompt, session=session, salt=salt, model=model)
+    token_ids = (*prompt, *answer)
+    counts = boundaries(prompt, answer) if model.spec.snapshot_layers else []
+    cache = SequenceCache(len(token_ids), cache_of(token_ids, model), snapshots_of(token_ids, counts, model))
+    store.save_session(session, token_ids, cache, prompt_tokens=len(prompt), model=model, salt=salt)
+    return restored.prefix.n_tokens if restored.prefix else 0, restored.miss_reason
+
+
+def conversations(store: AgentCacheStore) -> int:
+    with store.parts.database.snapshot() as connection:
+        return int(connection.execute("SELECT count(*) FROM agents WHERE agent_id < ' '").fetchone()[0])
+
+
+@pytest.mark.parametrize("n_first", [10, 255, 256, 300, 700])
+def test_the_next_call_prefills_only_what_is_new_after_a_restart_too(tmp_path: Path, n_first: int) -> None:
+    store = open_store(tmp_path)
+    assert call(store, LONG[:n_first], LONG[n_first : n_first + 40]) == (0, None)
+    store = reopen(store, tmp_path)
+    assert call(store, LONG[: n_first + 90], LONG[n_first + 90 : n_first + 120]) == (n_first + 40, None)
+    assert call(store, LONG[: n_first + 400]) == (n_first + 120, None)
+    assert conversations(store) == 1
+    assert len(files_below(tmp_path / "pieces")) <= 1
+
+
+def test_no_agent_comes_of_it(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    Agent(store).say(LONG[:10])
+    call(store, LONG[:700])
+    with store.parts.database.snapshot() as connection:
+        assert count_agents(connection, Page()) == 1
+    for page in (Page(), Page(match="*"), Page(sort="size")):
+        assert [len(lines) for lines in list_agents(store.parts.database.snapshot, page)] == [1]
+    assert list(verify_store(store.parts)) == []
+
+
+def test_side_calls_keep_what_is_theirs(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    system = LONG[:520]
+    subagents = [(*system, *ids(100, seed=n)) for n in range(1, 4)]
+    assert call(store, LONG[:1000], LONG[1000:1010]) == (0, None)
+    assert call(store, OTHER[:100], OTHER[100:120])[0] == 0
+    assert [call(store, one, (5, 6))[0] for one in subagents] == [520, 520, 520]
+    assert call(store, LONG[:1400]) == (1010, None)
+    assert call(store, OTHER[:150]) == (120, None)
+    assert [call(store, (*one, 5, 6, 7)) for one in subagents] == [(622, None)] * 3
+    assert conversations(store) == 5
+
+
+def test_an_answer_that_comes_back_without_its_thinking_costs_only_itself(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    opening, thinking, answer = (1, 2, 3), OTHER[:600], OTHER[600:700]
+    call(store, (*LONG[:900], *opening), (*thinking, *answer))
+    assert call(store, (*LONG[:900], *answer, *LONG[900:950], *opening), answer) == (900, None)
+    assert conversations(store) == 1  # the same one, without its thinking
+
+
+def test_other_salts_models_and_sessions(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    call(store, LONG[:600])
+    assert call(store, LONG[:700], salt="other") == (0, None)
+    assert call(store, LONG[:700], model=make_model("b")) == (0, None)
+    # Content decides, whichever session wrote it: its full blocks serve.
+    assert call(store, LONG[:700], session="t") == (512, None)
+
+
+def test_a_prompt_that_changes_early_is_named_as_such(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    call(store, LONG[:900])
+    changed = (*LONG[:300], 1, *LONG[301:950])
+    assert call(store, changed) == (300, "prompt_changed")
+    assert call(store, (*changed, 2)) == (950, None)
+    assert call(store, (*LONG[:880], *OTHER[:100])) == (880, None)  # the last message was edited
+    assert call(store, OTHER[:50]) == (0, None)  # a side call is shorter
+
+
+def test_a_session_has_some_conversations_and_the_one_used_longest_ago_makes_room(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    for n in range(MOST_CONVERSATIONS + 5):
+        call(store, ids(40, seed=100 + n))
+        tidy(store)
+    assert conversations(store) == MOST_CONVERSATIONS
+    assert len(files_below(tmp_path / "pieces")) == MOST_CONVERSATIONS
+    cached = [restore(store, (*ids(40, seed=100 + n), 7)).prefix is not None for n in range(MOST_CONVERSATIONS + 5)]
+    assert cached == [False] * 5 + [True] * MOST_CONVERSATIONS
+
+
+def test_its_blocks_are_no_unused_ones(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    call(store, LONG[:700])
+    collect(store.parts)
+    store.budget._keep_unused_s = 0
+    store.budget.make_room()
+    assert call(store, LONG[:720]) == (700, None)
+
+
+def test_the_cache_used_longest_ago_is_evicted_first_of_agents_and_sessions(tmp_path: Path) -> None:
+    with closing(AgentCacheStore(tmp_path, max_bytes=10**9)) as store:
+        Agent(store, "old").say(ids(1000, seed=1))
+        call(store, LONG[:1000])
+        Agent(store, "new").say(ids(1000, seed=2))
+        store.budget.free(1)
+        assert Agent(store, "old").cached(ids(1100, seed=1)) < 1000
+        assert call(store, LONG[:1100]) == (1000, None)
+        store.budget.free(1 << 40)
+        assert files_below(tmp_path / "blocks") == files_below(tmp_path / "pieces") == []
+        assert call(store, LONG[:1200]) == (0, "evicted")
+        assert list(verify_store(store.parts)) == []
+
+
+def test_a_session_goes_when_it_was_unused_for_long_and_its_agents_stay(tmp_path: Path) -> None:
+    with closing(AgentCacheStore(tmp_path, session_ttl_s=1000)) as store:
+        store.pin(frozenset(), frozenset())
+        Agent(store).say(LONG[:300])
+        call(store, OTHER[:700])
+        store.parts.database.commit(partial(transcripts.advance_clock, seconds=900))
+        call(store, OTHER[:100], session="t")
+        tidy(store)
+        assert conversations(store) == 2
+        store.parts.database.commit(partial(transcripts.advance_clock, seconds=300))
+        tidy(store)
+        assert conversations(store) == 1
+        assert Agent(store).cached(LONG[:310]) == 300
+        assert len(files_below(tmp_path / "blocks")) == 1
+        assert list(verify_store(store.parts)) == []
+
+
+def test_a_damaged_tail_costs_the_tokens_in_it(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    call(store, LONG[:600])
+    (tail,) = files_below(tmp_path / "pieces")
+    data = bytearray(tail.read_bytes())
+    data[-1] ^= 1
+    tail.write_bytes(data)
+    assert call(store, LONG[:650]) == (512, "tail_corrupt")
+    assert call(store, LONG[:700]) == (650, None)
+
+
+def test_blocks_that_went_while_a_call_ran_are_written_with_it(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    call(store, LONG[:600])
+    restored = restore(store, LONG[:900])
+    assert restored.prefix is not None
+    store.budget.free(1 << 40)
+    assert files_below(tmp_path / "blocks") == []
+    cache = SequenceCache(900, cache_of(LONG[:900]))
+    store.save_session("s", LONG[:900], cache, prompt_tokens=900, model=MODEL, salt=None)
+    assert call(store, LONG[:950]) == (900, None)
+
+
+@pytest.mark.parametrize("kind", SNAPSHOT_SPECS)
+def test_a_model_with_snapshots_resumes_at_the_end_of_the_prompt_or_of_the_answer(tmp_path: Path, kind: str) -> None:
+    model, store = make_model(kind, spec=SNAPSHOT_SPECS[kind]), open_store(tmp_path)
+    call(store, LONG[:600], LONG[600:640], model=model)
+    store = reopen(store, tmp_path)
+    assert call(store, LONG[:700], LONG[700:720], model=model) == (640, None)
+    assert call(store, (*LONG[:700], *OTHER[:50]), model=model) == (699, None)  # without its answer
+    assert call(store, (*LONG[:650], *OTHER[:80]), model=model)[0] == 0
+    restored = restore(store, (*LONG[:650], *OTHER[:90]), model=model)
+    assert restored.miss_reason in ("no_snapshot", None)
+
+
+def test_one_session_is_removed_and_the_others_stay(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    Agent(store).say(LONG[:300])
+    call(store, LONG[:700])
+    call(store, OTHER[:700], salt="salt")
+    call(store, OTHER[:100], session="s 2")
+    assert remove_session(store.parts, "s") == (2, 3)
+    assert remove_session(store.parts, "s") == (0, 0)
+    assert conversations(store) == 1
+    assert len(files_below(tmp_path / "blocks")) == 1
+    assert list(verify_store(store.parts)) == []
+    assert call(store, LONG[:800]) == (256, None)

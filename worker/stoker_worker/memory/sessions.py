@@ -1,0 +1,242 @@
+"""Keeps the caches of a session's calls, each of which carries its whole conversation. Loader and finisher threads.
+
+A session has side calls under its name, so it has several conversations: 16 at most, the one used last longest. Each is
+a row in `agents` without a transcript, whose version counts its calls, so what it holds is evicted and removed like an
+agent's: the blocks of its last prompt and answer, and the tail or the snapshots behind them. A call belongs to the
+conversation that it goes on with, as its tokens show; nobody names it. The name of a row begins with a newline, which
+no agent's id does.
+"""
+
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+from stoker_worker.memory import cache_index, transcripts
+from stoker_worker.memory.agent_changes import forget_agent
+from stoker_worker.memory.blocks import BlockChain, common_length, read_metadata
+from stoker_worker.memory.database import Connection, Damaged
+from stoker_worker.memory.eviction import DiskBudget
+from stoker_worker.memory.store_parts import StoreParts
+from stoker_worker.memory.transcripts import AgentRow
+from stoker_worker.memory.turn_saver import LOG_BYTES, all_sizes, own_pieces
+from stoker_worker.ports import LoadedModel, SequenceCache
+from stoker_worker.ports.cache_spec import BLOCK_TOKENS
+
+MOST_CONVERSATIONS: Final = 16
+"""Of one session, model and salt."""
+
+_OPENING_TOKENS: Final = 16
+"""A template may write the end of a prompt, where the answer begins, otherwise once the answer is there."""
+
+_MOST_STEPS: Final = 4096
+"""Blocks of one conversation that are looked at for the place where a prompt has left it: a million tokens."""
+
+_FIRST: Final = "\n"
+
+
+def is_of_session(name: str) -> bool:
+    """Returns whether a row in `agents` is a session's."""
+    return name.startswith(_FIRST)
+
+
+def names_of(session: str, root: str) -> list[str]:
+    """The names that the session's conversations may have. `root`: of their chains, which a model and a salt have."""
+    start = f"{_FIRST}{session}{_FIRST}{root[:32]}{_FIRST}"
+    return [f"{start}{n}" for n in range(MOST_CONVERSATIONS)]
+
+
+@dataclass(frozen=True)
+class KeptConversation:
+    """A conversation of a session, beside a prompt.
+
+    Attributes:
+        prompt_tokens: in the prompt of its last call.
+        token_ids: the tokens that are cached, as far as the prompt may need them: up to the end of the first piece in
+            which the two differ.
+        tail: its place.
+        snapshots: after how many tokens each was taken that the prompt begins with, ascending, and its file.
+        n_common: tokens that the prompt begins with.
+    """
+
+    row: AgentRow
+    prompt_tokens: int
+    token_ids: tuple[int, ...]
+    tail: Path
+    snapshots: tuple[tuple[int, Path], ...]
+    n_common: int
+
+    @property
+    def goes_on(self) -> bool:
+        """True if the prompt begins with its last prompt, but for the end of that."""
+        return self.n_common >= max(self.prompt_tokens - _OPENING_TOKENS, self.prompt_tokens // 2 + 1)
+
+
+def why_missed(kept: list[KeptConversation], n_prompt: int, *, has_snapshots: bool) -> str | None:
+    """Why a prompt of `n_prompt` tokens finds less than its session has cached, if that is not how calls go on.
+
+    Args:
+        kept: the session's conversations, the one used last first.
+        has_snapshots: whether the model resumes at snapshots only.
+    """
+    longest = max(kept, key=lambda one: one.n_common, default=None)
+    last = next((one for one in kept if one.prompt_tokens <= n_prompt), None)
+    if longest is None or last is None:
+        return None
+    if has_snapshots and longest.n_common and not longest.snapshots:
+        return "no_snapshot"
+    if 2 * longest.n_common >= last.prompt_tokens:
+        return None
+    return "evicted" if last.row.evicted and last.n_common == len(last.token_ids) else "prompt_changed"
+
+
+class SessionCaches:
+    def __init__(self, parts: StoreParts, budget: DiskBudget) -> None:
+        self._database = parts.database
+        self._blocks = parts.blocks
+        self._pieces = parts.pieces
+        self._budget = budget
+        self._lock = threading.Lock()
+        self._saving: set[str] = set()
+
+    def conversations(self, session: str, prompt: BlockChain) -> list[KeptConversation]:
+        """The session's conversations of the prompt's model and salt, the one used last first. Raises `OSError`,
+        `Damaged`."""
+        n_before = {prompt.root: 0} | {address: n for n, address in enumerate(prompt.addresses, start=1)}
+        with self._database.snapshot() as connection:
+            rows = transcripts.session_rows(connection, names_of(session, prompt.root))
+            return [self._compare(connection, row, n_prompt, prompt, n_before) for row, n_prompt in rows]
+
+    def save(
+        self, session: str, chain: BlockChain, cache: SequenceCache, *, prompt_tokens: int, model: LoadedModel
+    ) -> int:
+        """Keep the cache of a call's prompt and answer, in place of that of the conversation that it goes on with.
+
+        Args:
+            chain: of the tokens that are cached, `prompt_tokens` of which are the prompt.
+
+        Returns:
+            how many bytes the store has grown at most.
+
+        Raises:
+            OSError, Damaged: it could not be written; what was kept before still is.
+        """
+        with self._budget.holds.using(None, chain.addresses):
+            name, version = self._take(session, chain)
+            try:
+                return self._save(name, version, chain, cache, prompt_tokens=prompt_tokens, model=model)
+            finally:
+                with self._lock:
+                    self._saving.discard(name)
+
+    def _save(
+        self,
+        name: str,
+        version: int,
+        chain: BlockChain,
+        cache: SequenceCache,
+        *,
+        prompt_tokens: int,
+        model: LoadedModel,
+    ) -> int:
+        spec, now = model.spec, time.time()
+        pieces = own_pieces(chain, cache, spec, self._pieces.paths(name, version))
+
+        def change(connection: Connection) -> None:
+            row = transcripts.write_session(
+                connection, name, version, prompt_tokens=prompt_tokens, cached_tokens=len(chain.token_ids), now=now
+            )
+            if spec.full_layers:  # else there are no blocks
+                cache_index.add_blocks(connection, chain, all_sizes(connection, self._blocks, chain, sizes), now=now)
+                cache_index.use_chain(connection, row.number, chain, now=now)
+            cache_index.set_piece_bytes(connection, row.number, piece_bytes)
+            cache_index.note_model(connection, model.fingerprint, spec.describe())
+
+        try:
+            sizes = self._blocks.save(chain, cache, spec)
+            piece_bytes = self._pieces.write(pieces)
+            self._database.commit(change)
+        except (OSError, Damaged):
+            self._pieces.remove(pieces)
+            raise
+        old = {*self._pieces.paths(name, version - 1), *self._pieces.paths(name, version)}
+        self._pieces.remove(old.difference(pieces))
+        return sum(sizes.values()) + piece_bytes + LOG_BYTES
+
+    def _take(self, session: str, chain: BlockChain) -> tuple[str, int]:
+        """The row that nobody else writes until it is in `_saving` no more, and its next version: that of the
+        conversation that the call goes on with; or a free one; or the one used longest ago."""
+        with self._lock:
+            kept = self.conversations(session, chain)
+            idle = [one for one in kept if one.row.agent_id not in self._saving]
+            longest = max((one for one in idle if one.goes_on), key=lambda one: one.n_common, default=None)
+            in_use = {one.row.agent_id for one in kept} | self._saving
+            free = next((name for name in names_of(session, chain.root) if name not in in_use), None)
+            if longest is None and free is None:
+                longest = idle[-1]  # fewer threads than conversations
+            name, version = (longest.row.agent_id, longest.row.version) if longest else (str(free), 0)
+            self._saving.add(name)
+            return name, version + 1
+
+    def _compare(
+        self, connection: Connection, row: AgentRow, n_prompt: int, prompt: BlockChain, n_before: Mapping[str, int]
+    ) -> KeptConversation:
+        """`n_before`: how many blocks of the prompt there are up to each address, its root's included."""
+        tail, *places = self._pieces.paths(row.agent_id, row.version)
+        snapshots = []
+        for path in places:
+            after = _after(path, n_before)
+            if after is not None and prompt.token_ids[after[0] : after[0] + len(after[1])] == after[1]:
+                snapshots.append((after[0] + len(after[1]), path))
+        start, rest = _after(tail, n_before) or self._end_of_chain(connection, row, prompt.model, n_before)
+        token_ids = (*prompt.token_ids[:start], *rest)
+        if snapshots and snapshots[-1][0] > len(token_ids):  # a model without blocks
+            token_ids = prompt.token_ids[: snapshots[-1][0]]
+        n_common = common_length(token_ids, prompt.token_ids)
+        return KeptConversation(row, n_prompt, token_ids, tail, tuple(snapshots), n_common)
+
+    def _end_of_chain(
+        self, connection: Connection, row: AgentRow, model: str, n_before: Mapping[str, int]
+    ) -> tuple[int, tuple[int, ...]]:
+        """With how many tokens of the conversation's blocks the prompt begins, and the tokens of the block after."""
+        if row.last_block is None:
+            return 0, ()
+        if (n_blocks := n_before.get(row.last_block.hex())) is not None:
+            return n_blocks * BLOCK_TOKENS, ()
+        for block in islice(cache_index.chain_back(connection, row.last_block), _MOST_STEPS):
+            if block.parent in n_before:
+                return _after(self._blocks.path_of(model, block.address), n_before) or (0, ())
+        return 0, ()
+
+
+def remove_session(parts: StoreParts, session: str) -> tuple[int, int]:
+    """Remove what is kept of the session, for every model and salt, and the blocks that only it used; returns how many
+    conversations and blocks. A call that runs meanwhile is kept.
+
+    Raises:
+        OSError: some files or rows are left.
+        Damaged: the database is damaged.
+    """
+    with parts.database.snapshot() as connection:
+        names = transcripts.session_names(connection, f"{_FIRST}{session}{_FIRST}")
+    blocks = sum(forget_agent(parts, name, only_here=True).blocks for name in names)
+    return len(names), blocks
+
+
+def _after(path: Path, n_before: Mapping[str, int]) -> tuple[int, tuple[int, ...]] | None:
+    """How many tokens come before a cache file, and its own as its header has them: whoever uses the file verifies
+    both. ``None``: it does not follow a block of the prompt, or is not there."""
+    about: dict[str, Any] = {}
+    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError), open(path, "rb", buffering=0) as file:
+        about = read_metadata(file)
+    n_blocks = n_before.get(about.get("parent", ""))
+    ids = str(about.get("token_ids", ""))
+    if n_blocks is None:
+        return None
+    with suppress(ValueError):
+        return n_blocks * BLOCK_TOKENS, tuple(map(int, ids.split(","))) if ids else ()
+    return None
