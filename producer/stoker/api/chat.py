@@ -4,6 +4,7 @@ What OpenAI has no name for has vLLM's: `reasoning_content` in a message, `promp
 `attempts` are stoker's own.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -63,11 +64,22 @@ def _response_format(fields: dict[str, Any], value: Any, options: BodyOptions) -
 
 
 def _prompt(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
-    if isinstance(value, list) and len(value) == 1:
-        value = value[0]
-    if not isinstance(value, str):
-        raise FieldRefused("prompt", "must be one string: give each prompt a request of its own; tokens are not served")
-    fields["prompt"] = value
+    """One prompt or several, each a text or token ids."""
+    is_list = isinstance(value, list)
+    prompts = value if is_list and value and isinstance(value[0], str | list) else [value]
+    if len(prompts) > _MOST_PROMPTS:
+        raise FieldRefused("prompt", f"has {len(prompts)} prompts, the limit is {_MOST_PROMPTS}", "invalid_value")
+    for prompt in prompts:
+        if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(type(id_) is int for id_ in prompt)):
+            raise FieldRefused("prompt", "must be a text or token ids, or a list of these", "invalid_value")
+    fields["prompts"] = [{"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt} for prompt in prompts]
+
+
+def _echo(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
+    if not isinstance(value, bool):
+        raise FieldRefused("echo", "is not true or false", "invalid_value")
+    if value:
+        fields["return_prompt"] = True
 
 
 def _text_logprobs(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
@@ -114,10 +126,11 @@ _TEXT: Final[dict[str, Rule]] = {
     "prompt": _prompt,
     "logprobs": _text_logprobs,
     **only("best_of", 1),
-    **only("echo", False),
+    "echo": _echo,
     **only("suffix"),
 }
 
+_MOST_PROMPTS: Final = 1024
 _ID_PREFIX: Final = {True: "cmpl", False: "chatcmpl"}
 
 
@@ -147,20 +160,28 @@ class Completions:
             del fields["tool_choice"]
         settle_memory(fields)
         default_limit(fields, options, self._max_tokens)
+        is_echoed = fields.get("return_prompt", False)
+        if is_echoed and is_streamed:
+            raise FieldRefused("echo", "has no place in a stream: ask without 'stream'")
+        if is_echoed and fields.get("logprobs"):
+            fields["prompt_logprobs"] = fields["top_logprobs"]
+        prompts = fields.pop("prompts", [{}])
         kept = {"with_usage": bool((stream_options or {}).get("include_usage"))}
-        return ApiCall((fields,), str(body.get("model")), is_streamed, kept)
+        requests = tuple({**fields, **prompt} for prompt in prompts)
+        return ApiCall(requests, str(body.get("model")), is_streamed, kept)
 
     def answer(self, results: Sequence[GenerationResult], created_s: int, kept: Mapping[str, Any]) -> dict[str, Any]:
         make, first = _text_choice if self.is_raw else _chat_choice, results[0]
+        choices = [choice for result in results for choice in _choices_of(result)]
         body = {
             "id": f"{_ID_PREFIX[self.is_raw]}-{first.job_id}",
             "object": "text_completion" if self.is_raw else "chat.completion",
             "created": created_s,
             "model": first.model,
-            "choices": [make(index, choice) for index, choice in enumerate(_choices_of(results))],
+            "choices": [make(index, choice) for index, choice in enumerate(choices)],
             "usage": _usage_of(results),
         }
-        if first.prompt_logprobs is not None:
+        if first.prompt_logprobs is not None and first.prompt is None:
             body["prompt_logprobs"] = first.prompt_logprobs.model_dump(mode="json")
         if first.task is not None:
             body["task"] = first.task
@@ -180,8 +201,24 @@ CHAT: Final = Completions(CHAT_URL, _CHAT, is_raw=False, max_tokens=None)
 TEXT: Final = Completions(TEXT_URL, _TEXT, is_raw=True, max_tokens=16)
 
 
-def _choices_of(results: Sequence[GenerationResult]) -> list[Choice]:
-    return [choice for result in results for choice in (result.choices or [result])]
+def _choices_of(result: GenerationResult) -> list[Choice]:
+    """With the prompt before each, if it was asked for, and its scores before those of the answer."""
+    choices: list[Choice] = list(result.choices or [result])
+    if result.prompt is None:
+        return choices
+    before, prompt = result.prompt_logprobs, result.prompt.text
+    scores = [] if before is None else before.content
+    if scores and scores[0] is None:  # nothing predicts the first token
+        rest = sum(len(entry.token) for entry in scores if entry is not None)
+        scores = [TokenLogprob(token=prompt[: max(0, len(prompt) - rest)], logprob=math.nan), *scores[1:]]
+    found = [entry for entry in scores if entry is not None]
+
+    def echoed(choice: Choice) -> Choice:
+        own = choice.logprobs.content if choice.logprobs is not None else []
+        logprobs = Logprobs(content=[*found, *own]) if found or own else None
+        return choice.model_copy(update={"text": prompt + choice.text, "logprobs": logprobs})
+
+    return list(map(echoed, choices))
 
 
 def _usage_of(results: Sequence[GenerationResult]) -> dict[str, Any]:
@@ -225,8 +262,11 @@ def _text_logprobs_of(logprobs: Logprobs | None) -> dict[str, Any] | None:
         at += len(entry.token)
     return {
         "tokens": [entry.token for entry in entries],
-        "token_logprobs": [entry.logprob for entry in entries],
-        "top_logprobs": [{top.token: top.logprob for top in entry.top_logprobs} for entry in entries],
+        "token_logprobs": [None if math.isnan(entry.logprob) else entry.logprob for entry in entries],
+        "top_logprobs": [
+            None if math.isnan(entry.logprob) else {top.token: top.logprob for top in entry.top_logprobs}
+            for entry in entries
+        ],
         "text_offset": offsets,
     }
 
@@ -278,7 +318,7 @@ class Chunks:
         yield self._event(self._fields(delta), index, logprobs=logprobs)
 
     def end(self, results: Sequence[GenerationResult], first: Deltas) -> Iterator[bytes]:
-        choices = _choices_of(results)
+        choices = [choice for result in results for choice in _choices_of(result)]
         for index, choice in enumerate(choices):
             deltas = first if index == 0 else Deltas(is_raw=self._is_raw)
             yield from self._rest(index, choice, deltas.rest(choice))

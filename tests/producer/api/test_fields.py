@@ -109,10 +109,16 @@ CASES: dict[str, Cases] = {
     },
     TEXT_URL: COMMON
     | {
-        "prompt": ([("p", {"prompt": "p"}), (["p"], {"prompt": "p"})], [["p", "q"], [1, 2], [[1]]]),
+        "prompt": (
+            [
+                *[("p", {"prompt": "p"}), (["p"], {"prompt": "p"})],
+                *[([1, 2], {"prompt_token_ids": [1, 2]}), ([[1]], {"prompt_token_ids": [1]})],
+            ],
+            [["p", "q"], ["p", 1], {}, [[1, "x"]]],
+        ),
         "logprobs": ([(n, {"logprobs": True, "top_logprobs": n}) for n in (0, 5)], [6, True]),
         "best_of": ([(1, {})], [2]),
-        "echo": ([(False, {})], [True]),
+        "echo": ([(False, {}), (True, {"return_prompt": True})], [3]),
         "suffix": ([], ["x"]),
     },
 }

@@ -6,7 +6,7 @@ import time
 import httpx
 import openai
 import pytest
-from tests.producer.serve.test_calls import ask
+from tests.producer.serve.test_calls import ask, give
 
 from stoker.api.fields import BodyOptions
 
@@ -95,3 +95,46 @@ def test_fields_that_are_not_known_can_be_ignored(serve, hand):
     client = serve(body_options=BodyOptions(any_model=True, ignore_unknown=True)).client()
     answer = ask(client, "say x", extra_body={"colour": json.dumps("red")})
     assert answer.choices[0].message.content == "x"
+
+
+def scored(*tokens):
+    entries = [
+        {"token": token, "logprob": -1.0, "top_logprobs": [{"token": token, "logprob": -1.0}]} for token in tokens
+    ]
+    return {"start": 0, "content": [None, *entries]}
+
+
+def test_several_prompts_are_several_choices_in_their_order(client, hand):
+    answer = client.completions.create(model="m", prompt=["say a", "say b", "say c"], n=1)
+    assert [(choice.index, choice.text) for choice in answer.choices] == [(0, "a"), (1, "b"), (2, "c")]
+    assert answer.usage.prompt_tokens == 30
+    chunks = list(client.completions.create(model="m", prompt=["say a", "say b"], stream=True))
+    texts = {0: "", 1: ""}
+    for chunk in chunks:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == {0: "a", 1: "b"}
+
+
+def test_an_echo_has_the_prompt_and_its_scores_before_the_answer(client, hand):
+    said = give(
+        text="!",
+        prompt={"text": "He went", "token_ids": [1, 2, 3]},
+        prompt_logprobs=scored(" we", "nt"),
+        logprobs={"content": [{"token": "!", "logprob": -0.5}]},
+    )
+    answer = client.completions.create(model="m", prompt=said, echo=True, logprobs=1, max_tokens=1)
+    choice = answer.choices[0]
+    assert choice.text == "He went!"
+    assert (choice.logprobs.tokens, choice.logprobs.token_logprobs) == (["He", " we", "nt", "!"], [None, -1, -1, -0.5])
+    assert (choice.logprobs.top_logprobs[0], choice.logprobs.text_offset) == (None, [0, 2, 5, 7])
+    asked = hand.request(answer.id.removeprefix("cmpl-"))
+    assert (asked["prompt_logprobs"], asked["return_prompt"]) == (1, True)
+
+
+def test_tokens_of_a_text_and_the_text_of_tokens(served, hand):
+    prompt = give(prompt={"text": "ab", "token_ids": [7, 8]})
+    assert httpx.post(f"{served.url}/tokenize", json={"prompt": prompt}).json()["tokens"] == [7, 8]
+    asked = hand.request(hand.all_jobs()[-1])
+    assert (asked["max_tokens"], asked["return_prompt"]) == (0, True)
+    refused = httpx.post(f"{served.url}/detokenize", json={"tokens": "x"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_value")
