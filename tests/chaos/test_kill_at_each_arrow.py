@@ -62,8 +62,8 @@ FAILS: dict[str, Any] = {"prompt": "fail so", "end": "failed", "attempt": None}
 ARROWS = {
     "claim: the next jobs are chosen": Arrow(RQ + "waiting:FairQueue.choose", "after", QUEUED),
     "claim: the id is moved": Arrow(RQ + "claim:Claimer.claim", "after", MOVED),
-    "start: before": Arrow(RQ + "claim:StartTransaction.run", "before", MOVED),
-    "start: after": Arrow(RQ + "claim:StartTransaction.run", "after", STARTED, attempt=2),
+    "start: before": Arrow(RQ + "claim:JobStart._begin", "before", MOVED),
+    "start: after": Arrow(RQ + "claim:JobStart._begin", "after", STARTED, attempt=2),
     "start: a job that is refused": Arrow(
         FINISH + "fail",
         "before",

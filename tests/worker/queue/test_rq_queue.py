@@ -122,7 +122,7 @@ def test_a_lease_that_expired_while_redis_was_away_is_renewed(connection, produc
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_interrupted_claim_is_recovered_and_costs_no_attempt(connection, producer, queue, monkeypatch, when):
     ids = submit(producer, "a", "b", "c")
-    real, calls = queue._job_start._transaction.run, []
+    real, calls = queue._job_start._begin, []
 
     def breaking(*args, **options):
         calls.append(args)
@@ -133,7 +133,7 @@ def test_an_interrupted_claim_is_recovered_and_costs_no_attempt(connection, prod
             raise RedisConnectionError("gone")
         return done
 
-    monkeypatch.setattr(queue._job_start._transaction, "run", breaking)
+    monkeypatch.setattr(queue._job_start, "_begin", breaking)
     (first,) = claim(queue)
     monkeypatch.undo()
     assert first.job_id == ids[0]
@@ -189,8 +189,15 @@ def test_a_suspension_is_logged_once_when_it_begins_and_once_when_it_ends(queue,
 def test_no_job_is_claimed_once_the_workers_are_suspended(queue, connection, submit, monkeypatch):
     """`rq suspend` may come between the worker's own look and its claim."""
     [waits] = submit("a")
+    claimer = queue._claim_order.claimers["generate"]
+    real = claimer.claim
+
+    def suspend_and_claim(*args):
+        suspend(connection)
+        return real(*args)
+
     with monkeypatch.context() as late:
-        late.setattr("stoker_worker.queue.rq_queue.is_suspended", suspend)
+        late.setattr(claimer, "claim", suspend_and_claim)
         assert claim(queue) == []
     assert connection.lrange("rq:queue:generate", 0, -1) == [waits.encode()]
     resume(connection)
@@ -283,14 +290,14 @@ def test_a_failed_job_that_an_operator_requeues_starts_over(connection, producer
 
 def test_a_stop_during_the_start_of_its_job_is_not_lost(producer, queue, monkeypatch):
     (job_id,) = submit(producer, "a")
-    real = queue._job_start._transaction.run
+    real = queue._job_start._begin
 
     def start_and_stop(job):
         execution = real(job)
         queue._registration.in_flight.ask_to_stop(job_id)
         return execution
 
-    monkeypatch.setattr(queue._job_start._transaction, "run", start_and_stop)
+    monkeypatch.setattr(queue._job_start, "_begin", start_and_stop)
     (job,) = claim(queue)
     assert queue.withdrawn({}) == [job]
 
@@ -317,12 +324,10 @@ def test_a_job_that_was_canceled_between_claim_and_start_is_not_started(connecti
     assert places(connection, job_id) == ["canceled"]
 
 
-@pytest.mark.parametrize("when", ["_read", "_may_start_script"])
 @pytest.mark.parametrize("how", ["cancel", "delete"])
-def test_a_job_withdrawn_during_its_start_is_not_started(connection, producer, queue, monkeypatch, how, when):
+def test_a_job_withdrawn_during_its_start_is_not_started(connection, producer, queue, monkeypatch, how):
     withdrawn, job_id = submit(producer, "a", "b")
-    owner = queue._job_start if when == "_read" else queue._job_start._transaction
-    real = getattr(owner, when)
+    real = queue._job_start._read
 
     def look_then_sleep(*args, **words):
         found = real(*args, **words)
@@ -332,7 +337,7 @@ def test_a_job_withdrawn_during_its_start_is_not_started(connection, producer, q
                 getattr(job, how)()
         return found
 
-    monkeypatch.setattr(owner, when, look_then_sleep)
+    monkeypatch.setattr(queue._job_start, "_read", look_then_sleep)
     assert [job.job_id for job in claim(queue)] == [job_id]
     assert places(connection, withdrawn) == (["canceled"] if how == "cancel" else [])
     assert connection.hget(f"rq:job:{withdrawn}", "status") == (b"canceled" if how == "cancel" else None)
@@ -516,15 +521,15 @@ def test_a_heartbeat_does_not_restore_the_execution_of_an_earlier_run(connection
     for name, agent in (("other", "b"), ("retried", "a")):
         plain.enqueue(TASK_PATH, request=request | {"agent_id": agent}, job_id=name, retry=Retry(max=1))
     jobs = {job.job_id: job for job in claim(queue)}
-    real = queue._heartbeat.beat_execution
+    real = queue._registration.beat_execution
 
-    def beat_then_look_away(run):
-        real(run)
+    def beat_then_look_away(connection, run):
+        real(connection, run)
         if run.job.id == "other":
             fail(jobs["retried"], GenerationTimedOut("late"))
             assert [job.job_id for job in claim(queue)] == ["retried"]
 
-    monkeypatch.setattr(queue._heartbeat, "beat_execution", beat_then_look_away)
+    monkeypatch.setattr(queue._registration, "beat_execution", beat_then_look_away)
     queue.beat()
     assert len(list(connection.scan_iter("rq:execution:retried:*"))) == 1
 
@@ -644,24 +649,6 @@ def test_a_worker_paused_between_claim_and_start_does_not_start_a_job_another_to
     assert not queue.in_flight()
     monkeypatch.undo()
     assert claim(queue) == []
-
-
-def test_a_job_starts_also_if_the_lease_is_renewed_in_between(connection, producer, queue, monkeypatch):
-    (job_id,) = submit(producer, "a")
-    real = queue._job_start._transaction._may_start_script
-    renewals = iter((True, False))
-
-    def look_then_renew(**words):
-        may = real(**words)
-        if next(renewals):
-            queue._lease.renew()
-        return may
-
-    monkeypatch.setattr(queue._job_start._transaction, "_may_start_script", look_then_renew)
-    assert [job.job_id for job in claim(queue)] == [job_id]
-    assert places(connection, job_id) == ["wip"]
-    assert len(queue.in_flight()) == len(list(connection.scan_iter("rq:execution:*"))) == 1
-    assert connection.hget(queue._registration.key, "state") == b"busy"
 
 
 @pytest.mark.parametrize("retry", [None, Retry(max=1), Retry(max=1, interval=1)])

@@ -17,10 +17,10 @@ from dataclasses import replace
 from itertools import islice
 from math import inf
 from typing import Final, NamedTuple, cast
+from uuid import uuid4
 
 from redis import Redis
-from redis.client import Pipeline
-from redis.exceptions import RedisError, WatchError
+from redis.exceptions import RedisError
 from rq.exceptions import NoSuchJobError
 from rq.executions import Execution, ExecutionRegistry
 from rq.job import JobStatus
@@ -35,7 +35,7 @@ from rq.registry import (
     ScheduledJobRegistry,
 )
 from rq.suspension import WORKERS_SUSPENDED
-from rq.worker.base import WorkerStatus
+from rq.utils import utcformat
 
 from stoker_shared.agents import AgentRequest
 from stoker_shared.errors import OwnershipLost, PayloadRefused, RequestError, StokerError
@@ -82,7 +82,6 @@ _LOOK_AROUND_S: Final = 0.5
 _REST_SHARE: Final = 20.0
 """Pause this many times as long as a scan took, which passes all jobs that are left to other workers."""
 
-_TRIES: Final = 30
 _READS: Final = 10
 _WAITS: Final = (ScheduledJobRegistry, DeferredJobRegistry)
 _CANCELED: Final = (CanceledJobRegistry,)
@@ -146,6 +145,11 @@ class Claimer:
         """As `QueueView.read_ahead`."""
         self._has_untried = False
         self._view.read_ahead(limit, busy)
+
+    @property
+    def is_suspended(self) -> bool:
+        """As `QueueView.is_suspended`."""
+        return self._view.is_suspended
 
     @property
     def has_unread(self) -> bool:
@@ -273,111 +277,6 @@ class RunsElsewhere(Exception):
     """Another member runs an earlier delivery of this id; the id has to wait until that run has ended."""
 
 
-class StartTransaction:
-    """RQ's `prepare_execution` and `prepare_job_execution` as one step, and only while the claim is ours."""
-
-    def __init__(self, connection: Redis, registration: RqRegistration, lease: Lease) -> None:
-        self._connection = connection
-        self._registration = registration
-        self._lease = lease
-        self._may_start_script = connection.register_script(lua("holds", "delivery", "may_start"))
-        self._registries = [key for name in registration.queue_names() for key in self._keys(name, _REGISTRIES)]
-
-    def run(self, rq_job: JsonJob) -> Execution:
-        """
-        Args:
-            rq_job: as it was read; its `origin` is the queue that it was claimed from.
-
-        Raises:
-            EnqueuedAnew: the id has another delivery since the job was read.
-            NoSuchJobError: the job was withdrawn, or waits or runs elsewhere.
-            OwnershipLost: the claim is no longer this worker's.
-            RunsElsewhere: another member runs another delivery.
-            WatchError: the job is written all the time.
-            RedisError: the server went away; recovery finds a job that was begun.
-        """
-        was_idle = self._registration.get_state() != WorkerStatus.BUSY
-        tried: list[Execution] = []
-        with self._connection.pipeline() as pipeline:
-            while True:
-                if (begun := self._try(rq_job, pipeline, tried, was_idle=was_idle)) is not None:
-                    return begun
-
-    def _try(self, rq_job: JsonJob, pipeline: Pipeline, tried: list[Execution], *, was_idle: bool) -> Execution | None:
-        registration = self._registration
-        try:
-            leaves = self._check(pipeline, rq_job)
-        except (NoSuchJobError, OwnershipLost):
-            if (begun := self._begun(tried)) is not None:  # an earlier try has started it
-                return begun
-            raise
-        pipeline.multi()
-        execution = Execution.create(
-            rq_job, registration.execution_ttl_s, pipeline=pipeline, worker_name=registration.name
-        )
-        tried.append(execution)
-        registration.in_flight.starting(execution)
-        if rq_job.stamp:
-            pipeline.hset(execution.key, FIELD_DELIVERY, rq_job.stamp)
-        rq_job.prepare_for_execution(registration.name, pipeline=pipeline)
-        pipeline.persist(rq_job.key)
-        for key in leaves:
-            pipeline.zrem(key, rq_job.id)
-        pipeline.lrem(self._claimed_key(rq_job.origin), 1, rq_job.id)
-        if was_idle:
-            registration.set_state(WorkerStatus.BUSY, pipeline=pipeline)
-        try:
-            pipeline.execute()
-            return execution
-        except WatchError:  # another's write has undone it; or it was carried out, and the reply was lost
-            if (begun := self._begun(tried)) is None and len(tried) == _TRIES:
-                raise
-            return begun
-
-    def _begun(self, tried: list[Execution]) -> Execution | None:
-        """The try that was carried out after all, if any. A try that reaches the server after this look undoes itself,
-        because it watches keys that the next try, or a recovery of the job, writes to."""
-        return next((execution for execution in tried if self._connection.exists(execution.key)), None)
-
-    def _check(self, pipeline: Pipeline, rq_job: JsonJob) -> list[str]:
-        """Watch the keys that make the claim ours, then look: a take-over or a withdrawal from here on undoes the
-        transaction.
-
-        Without this check, a worker that slept after its claim would restart a job that another worker has finished,
-        and a job that was canceled just now would be both started and canceled.
-
-        Returns:
-            keys of the registries that the id has to leave: it was used again, and RQ does not remove it there.
-        """
-        queue_name = rq_job.origin
-        keys = [*self._lease.keys, self._claimed_key(queue_name), rq_job.key]
-        pipeline.watch(*keys[1:])  # type: ignore[no-untyped-call]  # the lease is renewed every second
-        over = [status.value for status in OVER]
-        runs = [ExecutionRegistry(rq_job.id, connection=self._connection).key, MEMBERS_KEY]
-        prefix = Execution("", rq_job.id, connection=self._connection).key
-        batch = [BATCH_KEY.format(batch=rq_job.batch), *self._keys(queue_name, _CANCELED)]
-        ttl_s = DEFAULT_FAILURE_TTL_S if rq_job.failure_ttl is None else rq_job.failure_ttl
-        args = [*self._lease.args, rq_job.id, rq_job.stamp, FIELD_DELIVERY, self._registration.name, prefix]
-        may_start: int = self._may_start_script(
-            keys=[*keys, *self._keys(queue_name, _WAITS), *runs, *batch, *self._registries], args=[*args, ttl_s, *over]
-        )
-        if may_start == -2:
-            raise EnqueuedAnew
-        if may_start == -3:
-            raise RunsElsewhere
-        if may_start < 0:
-            raise NoSuchJobError
-        if may_start == 0:
-            raise OwnershipLost(f"job {rq_job.id} is no longer claimed by this worker")
-        return self._registries if may_start == 2 else []
-
-    def _keys(self, queue_name: str, registries: Sequence[type[BaseRegistry]]) -> list[str]:
-        return [registry(queue_name, connection=self._connection).key for registry in registries]
-
-    def _claimed_key(self, queue_name: str) -> str:
-        return CLAIMED_KEY.format(queue=queue_name, member=self._lease.member)
-
-
 class JobStart:
     """Reads claimed jobs, starts them in RQ's terms, and numbers them."""
 
@@ -390,7 +289,10 @@ class JobStart:
         self._in_flight = registration.in_flight
         self._connection = connection
         self._lease = lease
-        self._transaction = StartTransaction(connection, registration, lease)
+        self._worker_name = registration.name
+        self._execution_ttl_s = registration.execution_ttl_s
+        self._start_script = connection.register_script(lua("holds", "delivery", "start"))
+        self._registries = [key for name in registration.queue_names() for key in self._keys(name, _REGISTRIES)]
         self._last_resort = ends.last_resort
         self._claim_numbers = itertools.count()
 
@@ -439,7 +341,7 @@ class JobStart:
             return None
         rq_job.origin = queue_name
         try:
-            execution = self._transaction.run(rq_job)
+            execution = self._begin(rq_job)
         except NoSuchJobError:
             self.drop_id(queue_name, job_id)
             return None
@@ -455,6 +357,56 @@ class JobStart:
         except Exception as error:
             self._give_up(queue_name, job_id, error, execution)
         return None
+
+    def _begin(self, rq_job: JsonJob) -> Execution:
+        """Write execution, registry entry and status, in one step, while the claim is ours.
+
+        A worker that slept after its claim would otherwise restart a job that another worker has finished, and a job
+        that was canceled just now would be both started and canceled.
+
+        Args:
+            rq_job: as it was read; its `origin` is the queue that it was claimed from.
+
+        Raises:
+            EnqueuedAnew: the id has another delivery since the job was read.
+            NoSuchJobError: the job was withdrawn, or waits or runs elsewhere.
+            OwnershipLost: the claim is no longer this worker's.
+            RunsElsewhere: another member runs another delivery.
+            RedisError: the server went away; recovery finds a job that was begun.
+        """
+        queue_name, ttl_s = rq_job.origin, self._execution_ttl_s
+        execution = Execution(uuid4().hex, rq_job.id, self._connection, self._worker_name)
+        self._in_flight.starting(execution)
+        keys = [
+            *self._lease.keys,
+            CLAIMED_KEY.format(queue=queue_name, member=self._lease.member),
+            rq_job.key,
+            *self._keys(queue_name, _WAITS),
+            MEMBERS_KEY,
+            BATCH_KEY.format(batch=rq_job.batch),
+            *self._keys(queue_name, _CANCELED),
+            execution.key,
+            ExecutionRegistry(rq_job.id, connection=self._connection).key,
+            rq_job.started_job_registry.key,
+            execution.worker_executions_key,
+            *self._registries,
+        ]
+        failure_ttl_s = DEFAULT_FAILURE_TTL_S if rq_job.failure_ttl is None else rq_job.failure_ttl
+        prefix = execution.key.removesuffix(execution.id)
+        moment = rq_job.started_at = rq_job.last_heartbeat = execution.created_at
+        args = [*self._lease.args, rq_job.id, rq_job.stamp, FIELD_DELIVERY, failure_ttl_s, prefix, ttl_s]
+        args += [utcformat(moment), int(moment.timestamp()), execution.id, self._worker_name]
+        args += itertools.chain.from_iterable(execution.serialize().items())
+        verdict: int = self._start_script(keys=keys, args=args)
+        if verdict == 1:
+            rq_job.worker_name, rq_job._status = self._worker_name, JobStatus.STARTED
+            return execution
+        if verdict == 0:
+            raise OwnershipLost(f"job {rq_job.id} is no longer claimed by this worker")
+        raise {-2: EnqueuedAnew, -3: RunsElsewhere}.get(verdict, NoSuchJobError)
+
+    def _keys(self, queue_name: str, registries: Sequence[type[BaseRegistry]]) -> list[str]:
+        return [registry(queue_name, connection=self._connection).key for registry in registries]
 
     def _claimed(
         self, run: JobRun, request: GenerationRequest | AgentRequest, last: LastVersion | None
@@ -513,6 +465,7 @@ class ClaimOrder:
     Attributes:
         claimers: of the queues, by name, in the order in which they are served.
         has_claimed: whether there was a claim.
+        is_suspended: whether the last claim saw that an operator has suspended the workers.
         has_unread: whether the last claim stopped before it knew all waiting jobs.
         knows_all: whether it came to know all of them. Neither is true after one that did not look.
     """
@@ -534,7 +487,7 @@ class ClaimOrder:
         self._repeated_ids: set[str] = set()
         self._elsewhere: dict[str, float] = {}
         self._quarantined_since: float | None = None
-        self.has_claimed = False
+        self.has_claimed = self.is_suspended = False
         self._look = Periodic(_LOOK_AROUND_S)
 
     def waiting_agents(self) -> frozenset[str]:
@@ -568,6 +521,9 @@ class ClaimOrder:
         self.has_claimed = True
         for claimer in self.claimers.values():
             claimer.read_ahead(limit, busy)
+        self.is_suspended = any(claimer.is_suspended for claimer in self.claimers.values())
+        if self.is_suspended:
+            return
         if limit > 0 and not self._in_flight and self._claim_quarantined(busy, claimed):
             return
         room = 0 if self._quarantined_comes_first(busy) else limit

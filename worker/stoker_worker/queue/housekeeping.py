@@ -49,7 +49,6 @@ _LOCK_S: Final = 61  # as RQ's own
 _AT_ONCE: Final = 200
 _STEP_S: Final = 0.02  # then the thread's other work has its turn
 _CANCELED_PAGE: Final = 500
-_CANCELED_EVERY_S: Final = 60.0
 _GROUPS_EVERY_S: Final = 600  # as RQ's own workers
 _SAYS_FAILED_S: Final = 600.0
 _DEFERRED_EVERY_S: Final = 300.0
@@ -260,38 +259,6 @@ class DeferredJobs:
             return [None if isinstance(reply, Exception) else reply for reply in pipeline.execute(raise_on_error=False)]
 
 
-class CanceledJobs:
-    """Removes the ids of canceled jobs whose hashes are gone from their registry, a page of one queue at a time.
-
-    RQ keeps canceled jobs for ever. A job that `stoker` cancels expires, and its id would stay.
-    """
-
-    def __init__(self, connection: Redis, queues: Callable[[], list[str]]) -> None:
-        """
-        Args:
-            queues: those to look through now; asked when a round begins.
-        """
-        self._connection = connection
-        self._queues = queues
-        self._round = Periodic(_CANCELED_EVERY_S)
-        self._left: list[str] = []
-        self._position = 0
-        self._remove = connection.register_script(lua("forget_canceled"))
-
-    def step(self) -> None:
-        """Look at the next page, if a round is under way or due."""
-        if not self._left and self._round.is_due():
-            self._left = self._queues()
-        if not self._left:
-            return
-        key = CanceledJobRegistry(self._left[0], connection=self._connection).key
-        last = self._position + _CANCELED_PAGE - 1
-        n_found, n_gone = self._remove(keys=[key], args=[self._position, last, Job.key_for("")])
-        self._position += n_found - n_gone
-        if n_found < _CANCELED_PAGE:
-            self._left, self._position = self._left[1:], 0
-
-
 class Housekeeping:
     """RQ's scheduler, the searches that complete recovery, and RQ's cleaning, for the queues of one worker."""
 
@@ -308,7 +275,8 @@ class Housekeeping:
         self.scheduler = Scheduler(connection, lease, members)
         self._lost = LostJobs(connection, members.duties, lease)
         self._deferred = DeferredJobs(connection, members.duties, FollowUp(connection))
-        self._canceled = CanceledJobs(connection, members.duties)
+        self._remove_canceled = connection.register_script(lua("forget_canceled"))
+        self._canceled_at: dict[str, int] = {}
         self._search = Periodic(1.0)
         self._says_failed = Periodic(_SAYS_FAILED_S)
         self._sweep = Periodic(5.0)
@@ -325,11 +293,12 @@ class Housekeeping:
         """
         more_due = self._unharmed(self.scheduler.enqueue_due) or False
         if self._search.is_due():
-            for search in (partial(self._lost.step, in_flight), self._deferred.step, self._canceled.step):
+            for search in (partial(self._lost.step, in_flight), self._deferred.step):
                 self._unharmed(search)
         if self._sweep.is_due():
             for name in self._members.duties():
                 self._unharmed(partial(self._placement.sweep, name))
+                self._unharmed(partial(self._forget_canceled, name))
         if self._clean.is_due():
             for name in self._members.duties():
                 for registry in (FinishedJobRegistry, FailedJobRegistry, ReadyJobRegistry):
@@ -337,6 +306,14 @@ class Housekeeping:
                     self._unharmed(of_queue.cleanup)
             self._unharmed(self._clean_limits_and_groups)
         return more_due
+
+    def _forget_canceled(self, queue: str) -> None:
+        """Remove the ids of canceled jobs whose hashes are gone, a page at a time. RQ keeps canceled jobs for ever. A
+        job that `stoker` cancels expires, and its id would stay."""
+        key, first = CanceledJobRegistry(queue, connection=self._connection).key, self._canceled_at.get(queue, 0)
+        args: list[str | int] = [first, first + _CANCELED_PAGE - 1, Job.key_for("")]
+        n_found, n_gone = self._remove_canceled(keys=[key], args=args)
+        self._canceled_at[queue] = 0 if n_found < _CANCELED_PAGE else first + n_found - n_gone
 
     def _clean_limits_and_groups(self) -> None:
         for limit in RateLimitRegistry.all(self._connection):

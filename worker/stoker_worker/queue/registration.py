@@ -33,7 +33,6 @@ from stoker_worker.process_identity import ProcessIdentity
 from stoker_worker.queue.client import lua, shut_down
 from stoker_worker.queue.in_flight import JobsInFlight
 from stoker_worker.queue.json_job import OF_THE_RUN, JobRun, JsonJob
-from stoker_worker.queue.lease import Lease
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +82,8 @@ class RqRegistration(BaseWorker):
         """
         Args:
             worker_ttl_s: how long this worker is shown after its last heartbeat.
-            execution_ttl_s: see `get_heartbeat_ttl`.
+            execution_ttl_s: until RQ's own tools may take an execution for abandoned: far longer than our own recovery
+                needs.
         """
         self._stopped_on = threading.local()
         self._is_unsubscribing = threading.Event()
@@ -105,6 +105,7 @@ class RqRegistration(BaseWorker):
         self._process = ProcessIdentity.of_this_process()
         self.execution_ttl_s = execution_ttl_s
         self._write_state = connection.register_script(_WRITE_STATE)
+        self._beat_script = connection.register_script(lua("beat"))
         self.log_result_lifespan = False
         self.log = logging.getLogger("stoker_worker.rq")
         self.on_shutdown: Callable[[], None] | None = None
@@ -139,10 +140,6 @@ class RqRegistration(BaseWorker):
         super().register_death()  # type: ignore[no-untyped-call]
         self.connection.delete(WORKER_KEY.format(name=self.name))
 
-    def get_heartbeat_ttl(self, job: Job, working_time: float = 0.0) -> int:
-        """Seconds until RQ's own tools may take an execution for abandoned: far longer than our own recovery needs."""
-        return self.execution_ttl_s
-
     @property
     def _stopped_job_id(self) -> str | None:
         """RQ marks the job of this id as stopped when it writes a failure: each thread that ends jobs has its own."""
@@ -168,6 +165,20 @@ class RqRegistration(BaseWorker):
             worker_registration.register(self, pipeline)
             pipeline.set(WORKER_KEY.format(name=self.name), json.dumps(self._presence()), px=self._ttl_ms)
             pipeline.execute()
+
+    def beat_execution(self, connection: Redis, run: JobRun) -> None:
+        """RQ's `Execution.heartbeat`, for an execution that still exists. `connection`: as for `beat`."""
+        rq_job, execution = run.job, run.execution
+        execution.last_heartbeat = rq_job.last_heartbeat = moment = now()
+        keys = [
+            execution.key,
+            rq_job.started_job_registry.key,
+            ExecutionRegistry(rq_job.id, connection=connection).key,
+            rq_job.key,
+            execution.worker_executions_key,
+        ]
+        args: list[str | int | float] = [execution.id, execution.composite_key, self.execution_ttl_s]
+        self._beat_script(keys=keys, args=[*args, moment.timestamp(), utcformat(moment)], client=connection)
 
     def _presence(self) -> dict[str, Any]:
         serving = asdict(self.serving) if self.serving else dict.fromkeys(field.name for field in fields(Serving))
@@ -239,41 +250,3 @@ class RqRegistration(BaseWorker):
         wanted = "busy" if is_busy else "idle"
         if self.get_state() != wanted:
             self.set_state(wanted)
-
-
-class HeartbeatWriter:
-    """Writes one beat at a time."""
-
-    def __init__(self, connection: Redis, registration: RqRegistration, lease: Lease) -> None:
-        """
-        Args:
-            connection: used by nothing else, with a time limit far below the lease's.
-        """
-        self._connection = connection
-        self._registration = registration
-        self._lease = lease
-        self._beat_script = connection.register_script(lua("beat"))
-
-    def beat(self) -> bool:
-        """Renew the lease and the worker's own keys; ``False`` when the lease is another worker's."""
-        if not self._lease.renew(self._connection):
-            return False
-        self._registration.beat(self._connection)
-        return True
-
-    def beat_execution(self, run: JobRun) -> None:
-        """RQ's `Execution.heartbeat`, for an execution that still exists."""
-        rq_job, execution, ttl_s = run.job, run.execution, self._registration.get_heartbeat_ttl(run.job)
-        execution.last_heartbeat = rq_job.last_heartbeat = moment = now()
-        keys = [
-            execution.key,
-            rq_job.started_job_registry.key,
-            ExecutionRegistry(rq_job.id, connection=self._connection).key,
-            rq_job.key,
-            execution.worker_executions_key,
-        ]
-        args: list[str | int | float] = [execution.id, execution.composite_key, ttl_s]
-        self._beat_script(keys=keys, args=[*args, moment.timestamp(), utcformat(moment)])
-
-    def close(self) -> None:
-        self._connection.close()

@@ -18,7 +18,6 @@ from redis import Redis
 from redis.exceptions import RedisError
 from rq.job import JobStatus
 from rq.queue import Queue
-from rq.suspension import is_suspended
 
 from stoker_shared.errors import QueueHeld, RedisUnavailable
 from stoker_shared.text import mask_url
@@ -43,7 +42,7 @@ from stoker_worker.queue.in_flight import JobsInFlight
 from stoker_worker.queue.lease import NO_STORE, Lease, LostData, Members, OwnStore
 from stoker_worker.queue.ownership import Ownership
 from stoker_worker.queue.recover import Recoverer
-from stoker_worker.queue.registration import HeartbeatWriter, RqRegistration, new_worker_name
+from stoker_worker.queue.registration import RqRegistration, new_worker_name
 from stoker_worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -62,17 +61,18 @@ class RqQueue(QueuePort):
         *,
         registration: RqRegistration,
         lease: Lease,
-        heartbeat: HeartbeatWriter,
+        beating: Redis,
         in_flight: JobsInFlight[RqClaimedJob],
         patience_s: float,
     ) -> None:
         """
         Args:
+            beating: used by the heartbeat alone, with a time limit far below the lease's.
             patience_s: as in `Claimer`.
         """
         self._connection = connection
         self._registration = registration
-        self._heartbeat = heartbeat
+        self._beating = beating
         self._lease = lease
         self._queues = queues = registration.queue_names()
         self._in_flight = in_flight
@@ -93,11 +93,9 @@ class RqQueue(QueuePort):
     @as_redis_unavailable()
     def claim(self, limit: int, busy: Busy) -> list[ClaimedJob]:
         self._claim_order.has_unread = self._claim_order.knows_all = False
-        self._registration.settle_state(is_busy=len(self._in_flight) > 0)
-        self._note_suspension(bool(is_suspended(self._connection)))
         self._members.look_if_due()
         self._announce()
-        if self._suspended or any(job.attempt > 1 for job in self._in_flight.snapshot()):
+        if any(job.attempt > 1 for job in self._in_flight.snapshot()):
             return []
         if self._in_doubt:  # the jobs that the last claim left have to be back in the queue first, or order is lost
             if not self._lease.is_ours():
@@ -108,6 +106,8 @@ class RqQueue(QueuePort):
             self._in_doubt = True
             self._claim_order.claim(limit, busy, claimed)
             self._in_doubt = False
+            self._note_suspension()
+            self._registration.settle_state(is_busy=len(self._in_flight) > 0)
             self._claim_order.look_around()
         except Exception as error:
             if not claimed:
@@ -210,11 +210,12 @@ class RqQueue(QueuePort):
     @as_redis_unavailable()
     def beat(self) -> bool:
         """Refresh worker, executions and lease; ``False`` when the lease is another worker's."""
-        if not self._heartbeat.beat():
+        if not self._lease.renew(self._beating):
             return False
+        self._registration.beat(self._beating)
         for job in self._in_flight.snapshot():
             if not job.ending.is_set():
-                self._heartbeat.beat_execution(job.run)
+                self._registration.beat_execution(self._beating, job.run)
         return True
 
     def data_loss(self) -> DataLoss:
@@ -242,12 +243,12 @@ class RqQueue(QueuePort):
             return True
         return not still_runs and self._ownership.of(job.run) != "ours"
 
-    def _note_suspension(self, suspended: bool) -> None:
-        if suspended and not self._suspended:
+    def _note_suspension(self) -> None:
+        before, self._suspended = self._suspended, self._claim_order.is_suspended
+        if self._suspended and not before:
             log.warning("suspended (rq suspend): no job is claimed until rq resume; jobs in flight go on")
-        elif self._suspended and not suspended:
+        elif before and not self._suspended:
             log.warning("no longer suspended: jobs are claimed again")
-        self._suspended = suspended
 
     def _announce(self) -> None:
         """Let the other members know that this one is ready. As for `leave`, not before its jobs are settled."""
@@ -305,7 +306,7 @@ def open_queue(
             connection,
             registration=registration,
             lease=lease,
-            heartbeat=HeartbeatWriter(beating, registration, lease),
+            beating=beating,
             in_flight=in_flight,
             patience_s=settings.patience_s,
         )

@@ -26,6 +26,7 @@ from typing import Any, Final, NamedTuple
 from redis import Redis
 from rq.job import Job
 from rq.queue import Queue
+from rq.suspension import WORKERS_SUSPENDED
 
 from stoker_shared.job_data import MAX_DATA_BYTES, read_json, unpacked
 from stoker_shared.request import Access
@@ -392,11 +393,13 @@ class QueueView:
 
     Attributes:
         waiting: its jobs, in the order in which they are served.
+        is_suspended: whether an operator had suspended the workers then.
     """
 
     def __init__(self, connection: Redis, queue_name: str) -> None:
-        counts = COUNTS_KEY.format(queue=queue_name)
-        self._look_keys = [Queue(queue_name, connection=connection).key, TAKEN_KEY.format(queue=queue_name), counts]
+        news = [TAKEN_KEY.format(queue=queue_name), COUNTS_KEY.format(queue=queue_name)]
+        self._look_keys = [Queue(queue_name, connection=connection).key, *news, WORKERS_SUSPENDED]
+        self.is_suspended = False
         self._look_at = connection.register_script(lua("look"))
         self._read_at = connection.register_script(lua("read"))
         self.waiting = FairQueue()
@@ -435,7 +438,8 @@ class QueueView:
             anchors, ends = ([known[at] for at in _KNOWN if at < len(known)] for known in (first, last))
             args: list[bytes | int] = [_PAGE, _MAX_IN_FRONT, self._n_taken, len(anchors)]
             args += [*map(raw, anchors), *map(raw, ends)]
-            length, anchor, before, behind, taken, n_taken = self._look_at(keys=self._look_keys, args=args)
+            length, anchor, before, behind, taken, n_taken, suspended = self._look_at(keys=self._look_keys, args=args)
+            self.is_suspended = suspended == 1
             knows_taken = 0 <= n_taken - self._n_taken <= len(taken)
             self._n_taken = n_taken
             for job_id in filter(self.waiting.__contains__, map(text, taken)):
