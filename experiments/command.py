@@ -4,6 +4,8 @@ are made from that JSON. No MLX."""
 import argparse
 import json
 import os
+import re
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -61,8 +63,8 @@ def finish(args: argparse.Namespace, number: str, run: Run, render: Render) -> N
     results = args.out / "results" / f"exp_{number}_results.json"
     if not args.render:
         results.parent.mkdir(parents=True, exist_ok=True)
-        content = {"experiment": f"EXP-{number}", **measured(partial(run, quick=args.quick), quick=args.quick)}
-        results.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        content = {"experiment": f"EXP-{number}", **measured(partial(run, quick=args.quick), args, quick=args.quick)}
+        results.write_text(as_text(content), encoding="utf-8")
     content = json.loads(results.read_text(encoding="utf-8"))
     report = render(content, results.parent)
     (file,) = HERE.glob(f"EXP-{number}-*.md")
@@ -74,8 +76,27 @@ def finish(args: argparse.Namespace, number: str, run: Run, render: Render) -> N
     print(f"{report.number}\n" + json.dumps(content["verdict"], indent=1))
 
 
-def measured(run: Callable[[], Json], *, quick: bool) -> Json:
-    """The results of a run with the facts about it. It has passed if every criterion of its verdict holds."""
+def source() -> Json:
+    """The commit of the checkout, and whether it has changes that are not committed; nothing where there is no git."""
+
+    def git(*words: str) -> str | None:
+        done = subprocess.run(["git", "-C", str(HERE), *words], capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    changes = git("status", "--porcelain")
+    return {"commit": git("rev-parse", "HEAD"), "dirty": None if changes is None else bool(changes)}
+
+
+def as_text(content: Json) -> str:
+    """JSON with each list of numbers on one line."""
+    text = json.dumps(content, indent=1, ensure_ascii=False, default=str)
+    numbers = re.compile(r"\[\s+(-?\d[-+\d.eE,\s]*?)\s+\]")
+    return numbers.sub(lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
+
+
+def measured(run: Callable[[], Json], args: argparse.Namespace, *, quick: bool) -> Json:
+    """The results of a run with the facts about it: its source, options and machine. It has passed if every
+    criterion of its verdict holds."""
     load, begin = os.getloadavg()[0], time.perf_counter()
     found = run()
     facts = found.pop("machine") | {"load_average_at_start": round(load, 1)}
@@ -84,6 +105,8 @@ def measured(run: Callable[[], Json], *, quick: bool) -> Json:
     return {
         "date": date.today().isoformat(),
         "quick": quick,
+        "source": source(),
+        "options": {name: value for name, value in vars(args).items() if name not in ("out", "render")},
         "machine": facts,
         **found,
         "load_average_at_end": round(os.getloadavg()[0], 1),

@@ -112,17 +112,22 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def spread(samples: Sequence[float], *, digits: int = 3) -> Json:
-    """Median, least and most of repeated measurements."""
+    """Median, least and most of repeated measurements, and all of them."""
     values = {"median": statistics.median(samples), "min": min(samples), "max": max(samples)}
-    return {**{name: round(value, digits) for name, value in values.items()}, "n": len(samples)}
+    return _with_samples(values, samples, digits)
 
 
 def percentiles(samples: Sequence[float], *, digits: int = 3) -> Json:
-    """Mean, median, tails and ends of many measurements."""
+    """Mean, median, tails and ends of many measurements, and all of them."""
     p50, p95, p99 = np.percentile(samples, (50, 95, 99)).tolist()
     values = {"mean": statistics.fmean(samples), "p50": p50, "p95": p95, "p99": p99}
     values |= {"min": min(samples), "max": max(samples)}
-    return {**{name: round(value, digits) for name, value in values.items()}, "n": len(samples)}
+    return _with_samples(values, samples, digits)
+
+
+def _with_samples(values: Json, samples: Sequence[float], digits: int) -> Json:
+    rounded = {name: round(value, digits) for name, value in values.items()}
+    return {**rounded, "n": len(samples), "samples": [round(float(one), digits) for one in samples]}
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float], *, digits: int = 3) -> Json:

@@ -7,18 +7,211 @@ experiments/exp_004_*.py``.
 """
 
 import hashlib
-from collections.abc import Sequence
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
-import seed_claims
-from bench import Bench, Prepared, main
-from common import Json, difference, note
-from hand_over_bench import busy_batch, hand_over_costs
+from bench import MAX_BATCH, Bench, Prepared, main
+from common import Json, difference, in_turn, note, spread
 from prompts import DELTAS, text_of
 from report import Report, band, columns, figure, listed, say, yes
 
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.ports import CompletedGeneration, SequenceCache
+from stoker_worker.ports import CompletedGeneration, GenerationWork, SequenceCache
+
+# --- statements of the seed documents about mlx-lm 0.30.4 with the installed mlx-lm ---
+
+
+def check_claims(bench: Bench) -> Json:
+    """Each statement of the seed documents that a few lines can test, and the finding."""
+    from mlx_lm.generate import BatchGenerator
+
+    ids = bench.encode("The capital of France is")
+    wanted = bench.uncached(ids, 5)
+    generator = BatchGenerator(bench.network, stop_tokens=[[i] for i in sorted(bench.model.tokenizer.eos_ids)])
+    found: Json = {"insert_takes_one_max_tokens_for_all": True}
+    try:
+        generator.insert([list(ids)], max_tokens=5)
+    except TypeError:
+        found["insert_takes_one_max_tokens_for_all"] = False
+    generator.insert([list(ids)], max_tokens=[5])
+    accumulated: list[int] = []  # as in the seed's loop: from all responses but the last
+    last: Any = None
+    while last is None:
+        for response in generator.next_generated():
+            if response.finish_reason is None:
+                accumulated.append(response.token)
+            else:
+                last = response
+    found["tokens_asked_for"] = len(wanted)
+    found["tokens_the_seeds_loop_collects"] = len(accumulated)
+    found["last_response_carries_the_last_token"] = [*accumulated, last.token] == wanted
+    found["prompt_cache_is"] = (
+        "list attribute" if isinstance(last.prompt_cache, list) else type(last.prompt_cache).__name__
+    )
+    found["tokens_in_extracted_cache_beyond_the_prompt"] = last.prompt_cache[0].offset - len(ids)
+    # `while responses := gen.next()` ends when next() is falsy. Here nothing is left to generate.
+    found["next_of_an_exhausted_generator_is_falsy"] = not generator.next()
+    found["next_generated_of_an_exhausted_generator_is_falsy"] = not generator.next_generated()
+    generator.close()
+    return found | _gemma_layers() | _lazy_loading(bench)
+
+
+def _gemma_layers() -> Json:
+    """The kinds of cache of a narrow Gemma 3 with 48 layers and random weights, and whether stoker serves it."""
+    from mlx_lm.models.gemma3_text import Model, ModelArgs
+
+    from stoker_shared.errors import ModelNotLoadable
+    from stoker_worker.models.cache_probe import read_cache_spec
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 16, "num_attention_heads": 2, "vocab_size": 64}
+    network = Model(ModelArgs(model_type="gemma3_text", num_hidden_layers=48, **sizes))
+    kinds = [type(cache).__name__ for cache in network.make_cache()]
+    try:
+        read_cache_spec(network)
+        served = True
+    except ModelNotLoadable:
+        served = False
+    return {"gemma_3_caches": {kind: kinds.count(kind) for kind in sorted(set(kinds))}, "gemma_3_is_served": served}
+
+
+def _lazy_loading(bench: Bench, tokens: int = 512) -> Json:
+    """How long mlx-lm's loader takes to return, which the seeds took for reloading, and to have the arrays."""
+    import mlx.core as mx
+    from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+
+    caches = make_prompt_cache(bench.network)
+    for cache, layer in zip(caches, bench.model.spec.layers, strict=True):
+        cache.update_and_fetch(*(mx.ones((1, layer.n_kv_heads, tokens, n)) for n in (layer.key_dim, layer.value_dim)))
+    returned, evaluated = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        file = str(Path(folder) / "cache.safetensors")
+        save_prompt_cache(file, caches)
+        for _ in range(5):
+            start = time.perf_counter()
+            loaded = load_prompt_cache(file)
+            returned.append(1000 * (time.perf_counter() - start))
+            mx.eval([cache.state for cache in loaded])
+            evaluated.append(1000 * (time.perf_counter() - start))
+    return {"reload_tokens": tokens, "reload_returns_ms": spread(returned), "reload_evaluated_ms": spread(evaluated)}
+
+
+# --- the cost of handing over a sequence's cache, by length, and in a batch that is kept full ---
+
+
+def hand_over_costs(bench: Bench, folder: Path, lengths: Sequence[int], rounds: int, rows: int) -> list[Json]:
+    """`rows` sequences of one length, all from cache; each ends at a different step. Lengths take turns.
+
+    The model's forward pass of the next step is running when a sequence is handed over. The next step would spend the
+    measured `wait` anyway; `copy` is the cost of the hand-over: mlx-lm's lazy copy of the sequence, and the cut.
+    """
+    store = AgentCacheStore(folder)
+    asked = {n: {"agent_id": f"{n}", "prompt": text_of(bench.encode, "English", n), "max_tokens": 1} for n in lengths}
+    bench.serve(store, list(asked.values()))
+    samples: dict[int, dict[str, list[float]]] = {n: defaultdict(list) for n in lengths}
+    for number, n in in_turn(lengths, rounds):
+        note(f"cost of handing over {n} tokens, round {number + 1} of {rounds}")
+        turns = [bench.prepare(store, {**asked[n], "max_tokens": 3 + 2 * row}) for row in range(rows)]
+        ended = _hand_over(bench, [turn.work for turn in turns], samples[n])
+        for completion in ended[::3]:
+            # A new agent with its own salt: none of its blocks is in the store, so all are written.
+            name = f"{n} {number} {completion.uid}"
+            fresh = bench.prepare(store, {**asked[n], "agent_id": name, "cache_salt": name})
+            samples[n]["save_ms"].append(1000 * bench.save(store, fresh, completion))
+    store.close()
+    return [{"tokens": n, "kind": "whole", **{k: spread(v) for k, v in s.items()}} for n, s in samples.items()]
+
+
+def _hand_over(
+    bench: Bench, works: Sequence[GenerationWork], sample: dict[str, list[float]]
+) -> list[CompletedGeneration]:
+    """One batch until all have ended; the costs of each hand-over beside the step before it."""
+    from stoker_worker.engine import transfer
+
+    engine, quiet = bench.engine(), 0.0
+    times: list[tuple[float, float]] = []
+    ended: list[CompletedGeneration] = []
+    for one in works:
+        engine.submit(one)
+    with patch.object(transfer, "slice_caches", timing(times)):
+        while engine.in_flight:
+            begin = time.perf_counter()
+            completions = engine.step()
+            seconds = time.perf_counter() - begin
+            for completion, (wait, copy) in zip(completions, times, strict=True):
+                sample["copy_ms"].append(1000 * copy)
+                sample["wait_ms"].append(1000 * wait)
+                sample["quiet_step_ms"].append(1000 * quiet)
+                sample["share_of_step"].append(copy / quiet)
+                sample["mb"].append(_bytes(completion.cache) / 1e6)
+            ended += completions
+            times.clear()
+            quiet = seconds
+    engine.close()
+    return ended
+
+
+def timing(times: list[tuple[float, float]]) -> Callable[..., SequenceCache]:
+    """`slice_caches`, recording the seconds it waited for the model's stream, and the seconds it then took."""
+    import mlx.core as mx
+    from mlx_lm.generate import generation_stream
+
+    from stoker_worker.engine.transfer import slice_caches  # before it is replaced
+
+    def timed(*piece_of: Any) -> SequenceCache:
+        begin = time.perf_counter()
+        mx.synchronize(generation_stream)
+        waited = time.perf_counter()
+        piece = slice_caches(*piece_of)
+        times.append((waited - begin, time.perf_counter() - waited))
+        return piece
+
+    return timed
+
+
+def busy_batch(bench: Bench, folder: Path, history: int, turns: int, answer: int) -> Json:
+    """Second turns of agents with `history` tokens, eight in the batch for as long as there are more: the share of the
+    hand-over in the time in which all sequences decode."""
+    from stoker_worker.engine import transfer
+
+    note(f"a busy batch: {turns} turns")
+    store, engine = AgentCacheStore(folder), bench.engine()
+    fields = {"agent_id": "a", "prompt": text_of(bench.encode, "English", history)}
+    bench.serve(store, [{**fields, "max_tokens": 1}])
+    waiting = [
+        bench.prepare(store, {**fields, "max_tokens": answer * 3 // 4 + turn * answer // 2 // turns})
+        for turn in range(turns)
+    ]
+    times: list[tuple[float, float]] = []
+    decoding, tokens, in_flight = 0.0, 0, 0
+    with patch.object(transfer, "slice_caches", timing(times)):
+        while waiting or engine.in_flight:
+            while waiting and engine.in_flight < MAX_BATCH:
+                engine.submit(waiting.pop(0).work)
+            ready = set(engine.progress())
+            begin, n_handed = time.perf_counter(), len(times)
+            completions = engine.step()
+            seconds = time.perf_counter() - begin
+            tokens += sum(len(completion.generated_ids) for completion in completions)
+            started = {uid for uid, row in engine.progress().items() if row.tokens} | {x.uid for x in completions}
+            if ready <= started:  # every sequence had its token: none was joining
+                decoding += seconds - sum(copy for _, copy in times[n_handed:])
+                in_flight = max(in_flight, len(ready))
+    engine.close()
+    store.close()
+    copied, waited = (1000 * sum(part) for part in zip(*((copy, wait) for wait, copy in times), strict=True))
+    return {"history": history, "turns": turns, "in_the_batch": in_flight, "tokens": tokens,
+            "decode_ms": round(1000 * decoding), "copy_ms": round(copied, 1), "wait_ms": round(waited, 1),
+            "share": round(copied / (1000 * decoding), 4)}  # fmt: skip
+
+
+def _bytes(cache: SequenceCache | None) -> int:
+    return sum(array.nbytes for pair in cache.layers for array in pair) if cache else 0
+
 
 CHAT = "chat, ended by EOS"
 
@@ -136,7 +329,7 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
         "continued_equals_uncached": all(row["continued_differs_at"] is None for row in rows),
         "handing_over_under_5_percent_of_decode_time": busy["share"] < 0.05,
     }
-    claims = seed_claims.check(bench)
+    claims = check_claims(bench)
     return {"verdict": verdict, "batches": found, "costs": costs, "busy": busy, "seed_claims": claims}
 
 

@@ -17,11 +17,16 @@ from bench import Bench, main
 from common import Json, in_turn, note, percentiles, ratios, rss_mib, timed
 from library_files import against_library
 from report import Report, columns, figure, say, short, table, yes
-from restore_beside import five_restores, five_turns
-from restore_cell import Limits, measured
-from restore_profile import taken_apart
-from restore_turns import round_trips, whole_answers
-from restore_ways import against_other_ways
+from restores import (
+    Limits,
+    against_other_ways,
+    five_restores,
+    five_turns,
+    measured,
+    round_trips,
+    taken_apart,
+    whole_answers,
+)
 from small_cache import FULL
 from small_cache import SPEC as GEMMA_3_12B
 from synthetic_cache import SavedAgent, saved_agent, smollm2_layers

@@ -10,18 +10,72 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import patch
 
 import numpy as np
 from bench import Bench, main
 from common import Json, drop_from_memory, in_turn, note, ratios, spread, timed
-from first_token_parts import PARTS, parts_of
 from prompts import text_of
 from report import Report, band, columns, figure, say, span, table, yes
-from timed_turns import COLD, DISK, RAM, Turns
+from stopwatch import Stopwatch
+from timed_turns import COLD, DISK, RAM, TimedTurn, Turns
+
+# --- where the time to a first token goes in the product ---
+# The product's own functions are wrapped while one turn runs; a part within a part counts for itself alone.
+
+PARTS = ("encode", "history", "find", "memory", "fill", "take over", "pass", "token", "rest")
+"""The prompt to tokens; the agent's transcript from the database; the files that should be there; the engine's memory;
+the cache into it, from verified files or from RAM; the engine takes the turn; the step that lets it join and begins the
+pass over its last token; the step that brings the token; the rest."""
+
+
+def parts_of(turn: Callable[[], TimedTurn], repeats: int) -> Json:
+    """Median milliseconds of each part, over some turns that end with the first token."""
+    found: dict[str, list[float]] = {name: [] for name in PARTS}
+    for _ in range(repeats):
+        watch = Stopwatch()
+        with ExitStack() as stack:
+            for owner, name, part in _watched():
+                stack.enter_context(patch.object(owner, name, _timed(getattr(owner, name), part, watch)))
+            seconds = turn().token_s[0]
+        watch.seconds["rest"] = seconds - sum(watch.seconds[name] for name in PARTS)
+        for name, values in found.items():
+            values.append(1000 * watch.seconds[name])
+    return {name: round(statistics.median(values), 2) for name, values in found.items()}
+
+
+def _timed(call: Callable[..., Any], part: str, watch: Stopwatch) -> Callable[..., Any]:
+    def timed(*args: Any, **options: Any) -> Any:
+        with watch.part("token" if part == "pass" and watch.seconds["pass"] else part):
+            return call(*args, **options)
+
+    return timed
+
+
+def _watched() -> list[tuple[Any, str, str]]:
+    """Classes, methods, and their parts."""
+    from stoker_worker.engine.batch_engine import BlockPoolBatchEngine
+    from stoker_worker.engine.transfer import MlxRoom
+    from stoker_worker.memory.lookup import _Target
+    from stoker_worker.memory.store import AgentCacheStore
+    from stoker_worker.models.tokenizer import ModelTokenizer
+    from stoker_worker.ports import SequenceCache
+
+    return [
+        (ModelTokenizer, "encode", "encode"),
+        (AgentCacheStore, "open_agent", "history"),
+        (AgentCacheStore, "restore", "find"),
+        (MlxRoom, "__init__", "memory"),
+        (_Target, "load_all", "fill"),
+        (SequenceCache, "copied_into", "fill"),
+        (BlockPoolBatchEngine, "submit", "take over"),
+        (BlockPoolBatchEngine, "step", "pass"),
+    ]
+
 
 DROPPED: Final = "disk, dropped"
 MLX_COLD, MLX_FILE, MLX_DROPPED = "mlx-lm, no cache", "mlx-lm, file", "mlx-lm, file dropped"

@@ -17,8 +17,7 @@ from answer_differences import EQUAL, UNEXPLAINED
 from bench import Bench, main
 from common import Json, ratios, spread
 from peer_backlogs import backlogs
-from peer_clients import PLACES, STOKER, VLLM_MLX
-from peer_servers import Servers
+from peer_servers import PLACES, STOKER, VLLM_MLX, Servers
 from peer_turns import FIRST, KEPT, KILLED, STOPPED, STREAMED, converse
 from report import Report, columns, figure, machine_line, say, span, table
 

@@ -35,7 +35,7 @@ MOST_RATIO = 1.15
 MOST_STEP = 2.0
 
 
-# --- A: rounds, after restarts and from a worker that stays ---
+# --- a: rounds, after restarts and from a worker that stays ---
 
 RESTARTS = {"SIGTERM": signal.SIGTERM, "SIGKILL": signal.SIGKILL}
 STAYS = "none"
@@ -94,7 +94,7 @@ def _turn(producer: Producer, prompts: dict[str, str], max_tokens: int, stored: 
     return {"s": seconds, "sources": [result.cache.source for result in results], "again": max(again)}
 
 
-# --- B: steps of decoding sequences while a long memory is restored ---
+# --- b: steps of decoding sequences while a long memory is restored ---
 
 
 def steps(bench: Bench, folder: Path, *, blocks: int, rows: int, repeats: int) -> Json:

@@ -5,25 +5,234 @@ The same rows go through mlx-lm's `BatchGenerator`, which keeps a batch as one r
 ones, through the whole engine. Run: ``python experiments/exp_017_rows.py``.
 """
 
+import random
 import statistics
 import time
 from collections import defaultdict
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from bench import Bench, main
 from common import Json, note, ratios, spread, take_turns, timed
+from prompts import SIX_KINDS, text_of
 from report import Report, columns, figure, say, short, table
 from rows_bench import CONTESTANTS, Contexts, Job, Load, run_once, same_tokens
-from rows_loads import COMING, EQUAL, FULL, MIXED, QUICK, RESTORED, SHORT, SIZES, loads
-from rows_parts import PARTS, Parts
+from stopwatch import Stopwatch
 from works import let_decode, work
 
 from stoker_worker.ports import GenerationWork, SequenceCache
 from stoker_worker.ports.model import Batching, ServingMode
+
+# --- where the time of a batch's steps goes: model, attention, sampling, joins, leaves, Python ---
+# MLX computes later than Python asks, and beside it. Here each part is computed before the next begins, so the parts of
+# a run add up to it, and the run takes longer than one that is not watched.
+
+PARTS = ("model", "attention", "sampling", "prefill", "join", "leave", "python")
+"""The model's decode passes without attention; attention, with the writing of keys and values; a prompt's passes; the
+copies of rows that join or leave; the rest."""
+
+
+class Parts(Stopwatch):
+    """All of one run; what is in no other part is Python's. Implements `rows_bench.Watch`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stack.append("python")
+
+    @property
+    def now(self) -> str:
+        return self._stack[-1]
+
+    def model(self, model: Any) -> Any:
+        return _WatchedModel(model, self)
+
+    def sampler(self) -> Any:
+        """mlx-lm's greedy sampler."""
+        import mlx.core as mx
+
+        return self._timed(lambda logprobs: mx.argmax(logprobs, axis=-1), "sampling", lambda drawn, *_: drawn)
+
+    @contextmanager
+    def during(self, network: Any) -> Iterator[None]:
+        """Watch what runs inside the block."""
+        from mlx_lm.models.cache import BatchKVCache
+
+        from stoker_worker.engine.rows import attention, decode_batch
+        from stoker_worker.engine.rows.attention import StepCache
+
+        with ExitStack() as stack:
+
+            def watch(owner: Any, name: str, timed: Callable[..., Any]) -> None:
+                stack.enter_context(patch.object(owner, name, timed))
+
+            for owner, name, part, results in _watched_methods():
+                watch(owner, name, self._timed(getattr(owner, name), part, results))
+            watch(decode_batch, "drawn", self._timed(decode_batch.drawn, "sampling", lambda drawn, *_: drawn))
+            for module in list(attention._modules_of(network)):
+                name = attention._NAME
+                watch(module, name, self._attention(getattr(module, name), lambda out: out))
+            watch(BatchKVCache, "update_and_fetch", self._attention(BatchKVCache.update_and_fetch, lambda kv: kv))
+            of_rows = self._attention(StepCache.update_and_fetch, lambda kv: [x.arrays for x in kv])
+            watch(StepCache, "update_and_fetch", of_rows)
+            self._since = time.perf_counter()
+            yield
+            self._tick()
+
+    def _timed(self, call: Callable[..., Any], part: str, results: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, as `part`, until its `results` are computed."""
+        import mlx.core as mx
+
+        def timed(*args: Any, **options: Any) -> Any:
+            with self.part(part):
+                out = call(*args, **options)
+                mx.eval(results(out, *args))
+                return out
+
+        return timed
+
+    def _attention(self, call: Callable[..., Any], results: Callable[[Any], Any]) -> Callable[..., Any]:
+        """`call`, as attention, in the model's decode passes; its inputs are the model's work."""
+        import mlx.core as mx
+
+        def timed(*args: Any, **options: Any) -> Any:
+            if self.now != "model":
+                return call(*args, **options)
+            mx.eval([x for x in args if isinstance(x, mx.array)])
+            with self.part("attention"):
+                out = call(*args, **options)
+                mx.eval(results(out))
+                return out
+
+        return timed
+
+
+class _WatchedModel:
+    """A model whose decode passes are computed when it is called."""
+
+    def __init__(self, model: Any, parts: Parts) -> None:
+        self._model = model
+        self._parts = parts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        import mlx.core as mx
+
+        if self._parts.now != "python":
+            return self._model(*args, **options)
+        with self._parts.part("model"):
+            logits = self._model(*args, **options)
+            mx.eval(logits)
+            return logits
+
+
+def _watched_methods() -> list[tuple[Any, str, str, Callable[..., Any]]]:
+    """Classes, methods, their parts, and what they leave to be computed."""
+    from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch
+
+    from stoker_worker.engine.rows.decode_batch import DecodeBatch
+    from stoker_worker.engine.rows.rows_generator import PrefillRows, RowsGenerator
+
+    def caches(_: Any, batch: Any, *__: Any) -> Any:
+        return [x for cache in batch.prompt_cache for x in (cache.keys, cache.values) if x is not None]
+
+    def both(apart: Any, batch: Any, *_: Any) -> Any:
+        return [caches(None, batch), caches(None, apart)]
+
+    def groups(_: Any, batch: Any, *__: Any) -> Any:
+        return [(group._keys, group._values) for group in batch._groups.groups]
+
+    def newest(_: Any, generator: Any, *__: Any) -> Any:
+        return [x for cache in generator._prefill.rows[-1].caches for x in (cache.keys, cache.values)]
+
+    def nothing(*_: Any) -> Any:
+        return []
+
+    return [
+        (DecodeBatch, "join", "join", groups),
+        (DecodeBatch, "_drop", "leave", groups),
+        (PrefillRows, "next", "prefill", nothing),
+        (RowsGenerator, "insert", "join", newest),
+        (GenerationBatch, "extend", "join", caches),
+        (PromptProcessingBatch, "split", "join", both),
+        (PromptProcessingBatch, "extend", "join", caches),
+        (BatchGenerator, "_make_batch", "join", nothing),
+        (PromptProcessingBatch, "prompt", "prefill", nothing),
+        (GenerationBatch, "filter", "leave", caches),
+    ]
+
+
+# --- the loads: rows that are unequal, that come and go, or that are alike, and what was asked for in each ---
+
+SIZES = (1, 2, 4, 8, 32)
+MIXED, RESTORED, COMING, EQUAL = 2.5, 1.4, 1.1, 1.0
+"""Times mlx-lm's speed."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """
+    Attributes:
+        long, medium: rows and tokens of each, in the unequal load, with `said` tokens generated.
+        rows, places, context: of the restored rows that come and go; the short ones are as many.
+        few, some, most: tokens generated by rows that come and go: `few` to `some` if restored, to `most` if short.
+        steady: rows of `most` tokens.
+        equal: batch sizes of rows with `each` tokens.
+    """
+
+    long: tuple[int, int]
+    medium: tuple[int, int]
+    said: int
+    rows: int
+    places: int
+    context: int
+    few: int
+    some: int
+    most: int
+    steady: int
+    equal: tuple[int, ...]
+    each: int
+
+
+FULL = Sizes((2, 3000), (14, 200), 32, 40, 16, 1024, 8, 32, 64, 16, SIZES, 24)
+SHORT = Sizes((2, 1000), (14, 100), 16, 24, 12, 256, 8, 16, 32, 8, (1, 8), 16)
+QUICK = Sizes((1, 300), (3, 40), 4, 5, 3, 300, 2, 4, 6, 3, (1, 2), 3)
+
+
+def loads(bench: Bench, sizes: Sizes) -> list[Load]:
+    dice = random.Random(17)
+
+    def ids(n_tokens: int, seed: int) -> tuple[int, ...]:
+        return tuple(bench.encode(text_of(bench.encode, SIX_KINDS[seed % len(SIX_KINDS)], n_tokens, seed=seed)))
+
+    def short(n_rows: int, least: int, most: int) -> list[Job]:
+        return [Job((), ids(dice.randint(20, 60), n), dice.randint(least, most)) for n in range(n_rows)]
+
+    rows, places, said, few, most = sizes.rows, sizes.places, sizes.said, sizes.few, sizes.most
+    unequal = [ids(n_tokens, n) for count, n_tokens in (sizes.long, sizes.medium) for n in range(count)]
+    named = "{} x {} + {} x {} tokens, {} generated".format(*sizes.long, *sizes.medium, said)
+    contexts = [ids(sizes.context, seed) for seed in range(2)]
+    restored = [Job(contexts[n % 2], ids(32, n), dice.randint(few, sizes.some)) for n in range(rows)]
+    return [
+        Load("mixed", f"{named}, fresh", len(unequal), MIXED, [Job((), one, said) for one in unequal]),
+        Load("mixed_restored", f"{named}, restored", len(unequal), MIXED,
+             [Job(one[:-1], one[-1:], said) for one in unequal]),
+        Load("restored", f"{rows} rows of {sizes.context} restored and 32 new tokens, {few} to {sizes.some} generated, "
+             f"{places} places", places, RESTORED, restored),
+        Load("short", f"{rows} rows of 20 to 60 tokens, {few} to {most} generated, {places} places", places, COMING,
+             short(rows, few, most)),
+        Load("steady", f"{sizes.steady} rows of {most} tokens", sizes.steady, EQUAL, short(sizes.steady, most, most)),
+        *(Load(f"batch_{n}", f"{n} rows of {sizes.each} tokens", n, EQUAL, short(n, sizes.each, sizes.each))
+          for n in sizes.equal),
+    ]  # fmt: skip
+
 
 ROUNDS = {"mixed": 1, "mixed_restored": 3, "restored": 5, "short": 5, "steady": 5, **{f"batch_{n}": 5 for n in SIZES}}
 IN_PARTS = ("mixed_restored", "restored", "short")

@@ -1,20 +1,220 @@
 """Processes of stoker, mlx_lm.server and vllm-mlx: the same model, places and BLAS. Experiments only; no MLX."""
 
+import http.client
+import json
 import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+import time
+import urllib.request
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from common import note
-from peer_clients import MLX_LM, PLACES, STOKER, VLLM_MLX, HttpServer, Job, Server, Stoker
+from common import Json, note
 from worker_process import ServerProcess, WorkerProcess
 
-from stoker import Producer
+from stoker import GenerationResult, Producer
 from stoker_worker.embedded_redis import EmbeddedServer
+
+# --- how clients ask stoker and the servers beside it, greedily, and what their answers have in common ---
+
+PLACES = 16
+STOKER, MLX_LM, VLLM_MLX = "stoker", "mlx_lm.server", "vllm-mlx"
+_PATIENCE_S = 1800.0
+_WORK = {
+    "steps": "step_time_seconds_count",
+    "seconds in steps": "step_time_seconds_sum",
+    "sequences, over all steps": "step_sequences_total",
+}
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Job:
+    prompt: str
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """
+    Attributes:
+        n_prompt: the prompt's tokens, as the server counts them.
+        timing: of stoker's jobs, their own record.
+        first_token_s: from the request on; ``None`` if the answer was not streamed.
+    """
+
+    text: str
+    n_prompt: int
+    timing: Json | None = None
+    first_token_s: float | None = None
+
+
+class Server(Protocol):
+    """
+    Attributes:
+        survived: the signals after which it still has its caches.
+    """
+
+    survived: frozenset[signal.Signals]
+
+    def turns(
+        self, conversations: Mapping[str, Sequence[Message]], max_tokens: int, *, streams: bool = False
+    ) -> dict[str, Answer]:
+        """The next answer of each agent; a conversation ends with the user's new message.
+
+        Args:
+            streams: whether to note the time of the first token; stoker does so anyway.
+        """
+        ...
+
+    def backlog(self, name: str, jobs: Sequence[Job]) -> list[Answer]:
+        """The answers of independent jobs, as fast as the server can take them."""
+        ...
+
+    def restart(self, with_signal: signal.Signals) -> float:
+        """Returns the seconds until it was ready again."""
+        ...
+
+    def work(self) -> dict[str, float]:
+        """What its engine has done since it started, if it tells."""
+        ...
+
+
+class Stoker:
+    survived = frozenset((signal.SIGTERM, signal.SIGKILL))
+
+    def __init__(self, producer: Producer, worker: WorkerProcess, metrics_port: int) -> None:
+        self._producer, self._metrics = producer, f"http://127.0.0.1:{metrics_port}/metrics"
+        self.restart = worker.restart
+
+    def turns(
+        self, conversations: Mapping[str, Sequence[Message]], max_tokens: int, *, streams: bool = False
+    ) -> dict[str, Answer]:
+        def ask(agent: str) -> Answer:
+            message = conversations[agent][-1]
+            ticket = self._producer.submit(agent_id=agent, messages=[message], context="append", max_tokens=max_tokens)
+            return _answer(ticket.result(_PATIENCE_S))
+
+        return _each_by_itself(ask, conversations)
+
+    def backlog(self, name: str, jobs: Sequence[Job]) -> list[Answer]:
+        tickets = self._producer.submit_many(
+            {"agent_id": job_agent(name, n), "messages": [user(job.prompt)], "max_tokens": job.max_tokens}
+            for n, job in enumerate(jobs)
+        )
+        return list(map(_answer, self._producer.results(tickets, _PATIENCE_S)))
+
+    def work(self) -> dict[str, float]:
+        with urllib.request.urlopen(self._metrics) as response:
+            lines = dict(line.rsplit(maxsplit=1) for line in response.read().decode().splitlines())
+        return {what: float(lines[f"stoker_{name}"]) for what, name in _WORK.items()}
+
+
+class HttpServer:
+    """A peer behind OpenAI's chat completions."""
+
+    def __init__(self, port: int, model: str | None, survived: frozenset[signal.Signals]) -> None:
+        self.port, self._model, self.survived = port, model, survived
+        self.process: ServerProcess | None = None
+
+    def turns(
+        self, conversations: Mapping[str, Sequence[Message]], max_tokens: int, *, streams: bool = False
+    ) -> dict[str, Answer]:
+        return _each_by_itself(
+            lambda agent: self._ask(conversations[agent], max_tokens, streams=streams), conversations
+        )
+
+    def backlog(self, name: str, jobs: Sequence[Job]) -> list[Answer]:
+        with ThreadPoolExecutor(2 * PLACES) as threads:  # so that none of its places waits for a client
+            return list(threads.map(lambda job: self._ask([user(job.prompt)], job.max_tokens), jobs))
+
+    def restart(self, with_signal: signal.Signals) -> float:
+        assert self.process is not None
+        return self.process.restart(with_signal)
+
+    def work(self) -> dict[str, float]:
+        return {}
+
+    def is_ready(self) -> bool:
+        try:
+            with self._response("GET", "/health", None, 5.0) as response:
+                return response.status == 200
+        except OSError:
+            return False
+
+    def _ask(self, messages: Sequence[Message], max_tokens: int, *, streams: bool = False) -> Answer:
+        body: Json = {"messages": list(messages), "max_tokens": max_tokens, "temperature": 0.0}
+        if self._model is not None:
+            body["model"] = self._model
+        if streams:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        began = time.perf_counter()
+        while True:
+            try:
+                with self._response("POST", "/v1/chat/completions", body, _PATIENCE_S) as response:
+                    if response.status != 200:
+                        raise RuntimeError(response.read())
+                    return _streamed(response, began) if streams else _whole(json.load(response))
+            except ConnectionResetError:
+                time.sleep(0.1)  # mlx_lm.server listens to five new clients at a time, and turns the others away
+
+    @contextmanager
+    def _response(
+        self, method: str, path: str, body: Json | None, timeout_s: float
+    ) -> Iterator[http.client.HTTPResponse]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        try:
+            content = None if body is None else json.dumps(body)
+            connection.request(method, path, content, {"Content-Type": "application/json"})
+            yield connection.getresponse()
+        finally:
+            connection.close()
+
+
+def _whole(reply: Json) -> Answer:
+    return Answer(reply["choices"][0]["message"].get("content") or "", reply["usage"]["prompt_tokens"])
+
+
+def _streamed(lines: Iterable[bytes], began: float) -> Answer:
+    """An answer from server-sent events."""
+    text, n_prompt, first_token_s = "", 0, None
+    for line in lines:
+        if not line.startswith(b"data: {"):
+            continue
+        event = json.loads(line.removeprefix(b"data: "))
+        for choice in event["choices"]:
+            if piece := choice["delta"].get("content"):
+                first_token_s = first_token_s or time.perf_counter() - began
+                text += piece
+        n_prompt = (event.get("usage") or {}).get("prompt_tokens", n_prompt)
+    return Answer(text, n_prompt, first_token_s=first_token_s)
+
+
+def _each_by_itself(ask: Callable[[str], Answer], agents: Collection[str]) -> dict[str, Answer]:
+    """Each agent is a client of its own."""
+    with ThreadPoolExecutor(len(agents)) as threads:
+        return dict(zip(agents, threads.map(ask, agents), strict=True))
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def job_agent(backlog: str, n: int) -> str:
+    """The agent whose memory stoker saves a backlog's job in."""
+    return f"{backlog} {n}"
+
+
+def _answer(result: GenerationResult) -> Answer:
+    timing = result.timing
+    return Answer(result.text, result.usage.prompt_tokens, timing.model_dump(), timing.first_token_s)
 
 
 @dataclass(frozen=True)

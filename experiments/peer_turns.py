@@ -14,8 +14,7 @@ from pathlib import Path
 from answer_differences import Said, cause, rendered, transcript
 from bench import Bench
 from common import Json, note
-from peer_clients import STOKER, Answer, Message, Server, user
-from peer_servers import Servers, rotated, store
+from peer_servers import STOKER, Answer, Message, Server, Servers, rotated, store, user
 from prompts import SIX_KINDS, text_of
 
 from stoker_worker.memory.store import AgentCacheStore

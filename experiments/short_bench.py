@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 from bench import Bench
-from command import add_model, measured
+from command import add_model, as_text, measured
 from common import HERE, Json, machine, note
 from report import columns, filled, machine_line
 
@@ -59,8 +59,8 @@ def main() -> None:
     results = args.out / "results" / "bench_results.json"
     if not args.render:
         results.parent.mkdir(parents=True, exist_ok=True)
-        content = measured(lambda: run(Bench.load(args.model, args.dtype), tuple(args.only)), quick=True)
-        results.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        content = measured(lambda: run(Bench.load(args.model, args.dtype), tuple(args.only)), args, quick=True)
+        results.write_text(as_text(content), encoding="utf-8")
     table = shown(json.loads(results.read_text(encoding="utf-8")))
     (args.out / INDEX.name).write_text(filled(INDEX.read_text(encoding="utf-8"), {"bench": table}), encoding="utf-8")
     print(table)

@@ -109,7 +109,7 @@ LINUX_ONLY = re.compile(r"/proc/|posix_fadvise|sched_|prctl|LD_PRELOAD|VmHWM|MAD
 FALLBACKS = {
     "common.py": "sysctl",
     "peer_servers.py": "if blas",
-    "restore_cell.py": 'hasattr(mmap, "MADV_HUGEPAGE")',
+    "restores.py": 'hasattr(mmap, "MADV_HUGEPAGE")',
     "watched_worker.py": '"ps"',
 }
 """Scripts with a call that only Linux has, and what they do elsewhere."""

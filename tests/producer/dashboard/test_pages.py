@@ -137,6 +137,7 @@ def test_jobs_that_rq_cannot_read_break_no_page(page, producer, connection):
         page(f"/0/view/job/{job_id}")
 
 
+@pytest.mark.slow
 def test_what_would_unpack_to_gigabytes_is_not_unpacked_for_a_page(page, producer, connection):
     page("/0/view/jobs")  # what is loaded once
     bomb, many = zlib.compress(bytes(2**28)), b"[" + b"[]," * 5_000_000 + b"0]"
@@ -255,6 +256,7 @@ def test_while_redis_is_away_a_page_says_so_in_one_line(build):
         assert (answer.status_code, answer.text.count("\n")) == (503, 1)
 
 
+@pytest.mark.slow
 def test_a_page_asks_again_and_says_when_its_figures_are_old(build, connection, producer, browser):  # noqa: F811
     job_id = producer.submit(prompt="x").job_id
     app, asked = build(connection), []

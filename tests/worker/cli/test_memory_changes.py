@@ -125,13 +125,6 @@ def test_rm_asks_first(command: Command, two_agents: Path) -> None:
     assert content(two_agents) != before
 
 
-def test_an_agent_that_cannot_be_read_can_be_removed(command: Command, two_agents: Path) -> None:
-    with opened(two_agents) as parts:
-        parts.database.commit(lambda connection: connection.execute("UPDATE turns SET about = '?' WHERE agent = 1"))
-    command("rm", "a", "--yes")
-    assert [agent["agent_id"] for agent in json.loads(command("ls", "--json").stdout)] == ["b"]
-
-
 # --- fork and rollback ---
 
 
@@ -281,16 +274,3 @@ def test_an_agent_whose_jobs_only_wait_can_be_changed(command: Command, two_agen
         store.pin(frozenset(), frozenset())
         command("rm", "a", "--yes")
         assert [agent["agent_id"] for agent in json.loads(command("ls", "--json").stdout)] == ["c"]
-
-
-@pytest.mark.parametrize(
-    "arguments", [("gc",), ("fork", "a", "c"), ("rollback", "a"), ("rm", "a", "--yes"), ("fork", "nobody", "c")]
-)
-def test_json_is_one_value(command: Command, two_agents: Path, arguments: tuple[str, ...]) -> None:
-    json.loads(command(*arguments, "--json", ok="nobody" not in arguments).stdout)
-
-
-def test_no_command_makes_a_store_where_there_is_none(command: Command, folder: Path) -> None:
-    for arguments in (("gc",), ("rm", "a", "--yes"), ("fork", "a", "b"), ("rollback", "a")):
-        assert "there is no store at" in command(*arguments, ok=False).output
-    assert not folder.exists()

@@ -222,17 +222,21 @@ def test_ls_loads_nothing_that_takes_long(two_agents: Path) -> None:
 
 
 def test_no_command_makes_a_store_where_there_is_none(command: Command, folder: Path, tmp_path: Path) -> None:
-    for arguments in (("ls",), ("gc",), ("rm", "a", "--yes"), ("verify",), ("export", "a", tmp_path / "a.tar")):
+    changes = ("gc",), ("rm", "a", "--yes"), ("fork", "a", "b"), ("rollback", "a")
+    for arguments in (("ls",), ("verify",), ("export", "a", tmp_path / "a.tar"), *changes):
         assert "there is no store at" in command(*arguments, ok=False).output
     assert not folder.exists()
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [("ls",), ("show", "a"), ("verify",), ("gc",), ("fork", "a", "c"), ("rm", "a", "--yes"), ("show", "nobody")],
+    [
+        *(("ls",), ("show", "a"), ("verify",), ("gc",), ("fork", "a", "c"), ("rollback", "a"), ("rm", "a", "--yes")),
+        *(("show", "nobody"), ("fork", "nobody", "c")),
+    ],
 )
 def test_json_is_one_value(command: Command, two_agents: Path, arguments: tuple[str, ...]) -> None:
-    json.loads(command(*arguments, "--json", ok=arguments[-1] != "nobody").stdout)
+    json.loads(command(*arguments, "--json", ok="nobody" not in arguments).stdout)
 
 
 def test_a_misspelt_variable_is_refused(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

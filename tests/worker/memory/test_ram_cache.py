@@ -242,6 +242,7 @@ def test_snapshots_count_towards_the_limit() -> None:
     assert ram_cache.n_bytes == 2 * 2 * 3 * 4
 
 
+@pytest.mark.slow
 def test_caches_of_a_few_tokens_do_not_take_more_memory_than_is_counted() -> None:
     cache = RamCache(PLENTY)
     cache.pin(frozenset({"agent 0"}), frozenset({"agent 1"}))

@@ -236,6 +236,7 @@ def test_an_agent_made_anew_between_two_looks_is_no_problem(parts: StoreParts, m
     assert seen
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_store(tmp_path: Path) -> None:
     def peak(parts: StoreParts) -> int:
         tracemalloc.start()

@@ -91,6 +91,7 @@ HOW = st.sampled_from(["go on"] * 6 + ["cut", "replace", "repeat", "other form"]
 STEPS = st.lists(st.tuples(st.integers(0, 2), HOW, st.integers(0, 40)), min_size=1, max_size=30)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(STEPS, st.integers(1, 20), st.integers(3, 8))
 def test_transcripts_stay_right_over_hundreds_of_turns(
@@ -197,6 +198,7 @@ def test_the_end_of_a_job_is_not_lost_with_a_commit_that_fails(
     assert 0 < kept_for(store) < 200
 
 
+@pytest.mark.slow
 def test_a_job_that_is_enqueued_again_after_its_end_lives_longer(store: AgentCacheStore) -> None:
     agent = Agent(store, model=WITHOUT_MEMORY)
     turn = make_turn(agent, agent.open(), Transcript((1,), "tok", None, "x", "eos"), None)

@@ -231,6 +231,7 @@ def rule_test(series, firing):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_alerts_of(scenario, promtool, tmp_path):
     file = tmp_path / "test.yaml"

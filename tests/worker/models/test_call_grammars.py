@@ -12,6 +12,8 @@ from tests.worker.models.tool_formats import ARGUMENTS, CALLS, TOOL, wrapper
 from stoker_worker.models.answer_formats import answer_format
 from stoker_worker.models.guides import GrammarGuides
 
+pytestmark = pytest.mark.slow
+
 TEXT = {"type": "string", "maxLength": 9}
 KINDS: dict[str, Any] = {
     "text": TEXT,

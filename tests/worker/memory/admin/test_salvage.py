@@ -18,6 +18,8 @@ from stoker_worker.memory.admin.verify import verify_store
 from stoker_worker.memory.agent_changes import forget_agent, roll_back
 from stoker_worker.memory.store_parts import opened
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
