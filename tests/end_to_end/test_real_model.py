@@ -136,6 +136,25 @@ def test_two_turns_across_a_restart_equal_mlx_lm_alone_and_only_new_tokens_are_p
         assert (result.cache.miss_reason, result.cache.agent_version) == (None, 2)
 
 
+def test_calls_of_a_session_equal_mlx_lm_alone_and_only_new_tokens_are_prefilled(redis_url, run_worker, reference):
+    producer = Producer(redis_url)
+    system = {"role": "system", "content": BRIEF}
+    main, side = [system, user("Which box is on shelf 3?")], [system, user("Give a title of three words.")]
+    conversations, stored = [main, side], [[], []]
+    for turn in range(2):
+        tickets = [producer.submit(session="s", messages=whole, max_tokens=MAX_TOKENS) for whole in conversations]
+        run_worker("--memory-max-bytes", "0")
+        for n, (whole, ticket) in enumerate(zip(conversations, tickets, strict=True)):
+            ids, result = reference.chat(whole), ticket.result(timeout_s=1)
+            assert result.text == reference.text(ids), (turn, n)
+            if turn:
+                assert result.usage.cached_tokens == common(stored[n], ids) > 256
+                assert (result.cache.source, result.cache.miss_reason) == ("disk", None)
+            stored[n] = [*ids, *reference.ids(ids)]
+            assert len(stored[n]) == result.usage.prompt_tokens + result.usage.completion_tokens
+            conversations[n] = [*whole, {"role": "assistant", "content": result.text}, MORE_CHAT]
+
+
 def damage(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
