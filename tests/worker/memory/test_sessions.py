@@ -1,6 +1,8 @@
 """Sessions: calls that carry their whole conversation find what the session's calls before them have cached."""
 
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -22,11 +24,17 @@ from tests.worker.memory.agents import (
 )
 
 from stoker_worker.memory import transcripts
+from stoker_worker.memory.admin.backup import back_up
+from stoker_worker.memory.admin.backup import restore as bring_back
 from stoker_worker.memory.admin.gc import collect
 from stoker_worker.memory.admin.listing import Page, count_agents, list_agents
+from stoker_worker.memory.admin.salvage import salvage
 from stoker_worker.memory.admin.verify import verify_store
+from stoker_worker.memory.replica.bucket import Bucket
+from stoker_worker.memory.replica.sharing import share
 from stoker_worker.memory.sessions import MOST_CONVERSATIONS, remove_session
 from stoker_worker.memory.store import AgentCacheStore
+from stoker_worker.memory.store_parts import opened
 from stoker_worker.ports import LoadedModel, Restored, SequenceCache
 
 LONG = ids(3000)
@@ -66,6 +74,15 @@ def call(
     cache = SequenceCache(len(token_ids), cache_of(token_ids, model), snapshots_of(token_ids, counts, model))
     store.save_session(session, token_ids, cache, prompt_tokens=len(prompt), model=model, salt=salt)
     return restored.prefix.n_tokens if restored.prefix else 0, restored.miss_reason
+
+
+def walk(store: AgentCacheStore) -> None:
+    for _ in store._upkeep.walk():
+        pass
+
+
+def raise_exit(*_: object) -> None:
+    raise SystemExit
 
 
 def conversations(store: AgentCacheStore) -> int:
@@ -233,3 +250,75 @@ def test_one_session_is_removed_and_the_others_stay(tmp_path: Path) -> None:
     assert len(files_below(tmp_path / "blocks")) == 1
     assert list(verify_store(store.parts)) == []
     assert call(store, LONG[:800]) == (256, None)
+
+
+def test_calls_that_go_on_with_one_conversation_at_the_same_time_are_all_kept(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    call(store, LONG[:600])
+    forks = [(*LONG[:600], *ids(200, seed=n)) for n in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(partial(call, store), forks)) == [(600, None)] * 4
+    assert [call(store, (*fork, 1)) for fork in forks] == [(800, None)] * 4
+    walk(store)
+    assert len(files_below(tmp_path / "pieces")) == conversations(store) == 4
+    assert list(verify_store(store.parts)) == []
+
+
+def test_a_crash_before_the_rows_are_written_leaves_what_was_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path)
+    call(store, LONG[:600])
+    with monkeypatch.context() as patched:
+        patched.setattr(store.parts.database, "commit", raise_exit)
+        with pytest.raises(SystemExit):
+            call(store, LONG[:900])
+    store = reopen(store, tmp_path)
+    assert restore(store, LONG[:950]).prefix is not None
+    assert call(store, LONG[:950]) == (768, None)  # the blocks were there already
+    walk(store)
+    assert call(store, LONG[:990]) == (950, None)
+    assert list(verify_store(store.parts)) == []
+
+
+def test_a_walk_finds_nothing_to_remove(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    Agent(store).say(LONG[:300])
+    call(store, OTHER[:700])
+    for path in files_below(tmp_path):
+        os.utime(path, (0, 0))
+    walk(store)
+    tidy(store)
+    assert call(store, OTHER[:720]) == (700, None)
+
+
+def test_a_restored_or_salvaged_store_has_its_agents_and_no_sessions(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    with closing(open_store(folder)) as store:
+        Agent(store).say(LONG[:300])
+        call(store, OTHER[:700])
+        with opened(folder) as parts:
+            assert back_up(parts, tmp_path / "backup").agents == 1
+    assert bring_back(folder, tmp_path / "backup").agents == 1
+    with closing(open_store(folder)) as store:
+        assert conversations(store) == 0
+        assert Agent(store).cached(LONG[:310]) == 300
+        call(store, OTHER[:700])
+        assert list(verify_store(store.parts)) == []
+    done = salvage(folder)
+    assert (done.whole, dict(done.refused), dict(done.lost)) == (1, {}, {})
+    with closing(open_store(folder)) as store:
+        assert conversations(store) == 0
+        assert Agent(store).cached(LONG[:310]) == 300
+        assert list(verify_store(store.parts)) == []
+
+
+def test_a_store_of_sessions_alone_has_no_agents_to_share(tmp_path: Path) -> None:
+    (tmp_path / "share").mkdir()
+    with closing(open_store(tmp_path / "store")) as store:
+        call(store, OTHER[:700])
+        with store.parts.database.snapshot() as connection:
+            assert not transcripts.has_agents(connection)
+        Agent(store).say(LONG[:300])
+        done = share(store.parts, Bucket((tmp_path / "share").as_uri()))
+        assert (done.agents, done.n_refused) == (1, 0)

@@ -366,10 +366,10 @@ class PrefixLookup:
 
     def _from_disk(self, lookup: Lookup, own: AgentBlocks, other: str | None) -> Restored:
         """`other`: why the agent's own cache cannot be used."""
-        spec, path_of = lookup.model.spec, self._parts.blocks.path_of
-        found = find_prefix(
-            BlockLookup(lookup.prompt, lookup.limit, spec, own, path_of, lookup.n_readers, make_room=lookup.make_room)
-        )
+        found = self._find_on_disk(lookup, own)
+        if lookup.session is not None and any(x.fault == "missing" and x.kind != "block" for x in found.faults):
+            own, other = self._blocks_of_session(lookup)  # another call has gone on with it meanwhile
+            found = self._find_on_disk(lookup, own)
         cache = found.cache
         reason = self._report(lookup, own, found, other if cache.n_tokens < lookup.limit else None)
         if not cache.n_tokens:
@@ -377,6 +377,12 @@ class PrefixLookup:
         if lookup.agent is not None:
             self._keep(lookup, lookup.agent, cache)
         return Restored(replace(cache, layers=()) if cache.room else cache, "disk", miss_reason=reason)
+
+    def _find_on_disk(self, lookup: Lookup, own: AgentBlocks) -> FoundOnDisk:
+        spec, path_of = lookup.model.spec, self._parts.blocks.path_of
+        return find_prefix(
+            BlockLookup(lookup.prompt, lookup.limit, spec, own, path_of, lookup.n_readers, make_room=lookup.make_room)
+        )
 
     def _keep(self, lookup: Lookup, agent: AgentVersion, cache: SequenceCache) -> None:
         """Keep in RAM what was read from disk. The engine's memory comes back when its turn is saved; only a prompt
