@@ -13,10 +13,10 @@ from pathlib import Path
 from tests.chaos.invariants import FollowUp
 from tests.chaos.oracle import Oracle
 from tests.chaos.plan import PlannedJob
-from tests.chaos.restarting_server import RestartingServer
 from tests.chaos.storm import Breed, Losses, Storm
 from tests.chaos.traffic import Traffic
 from tests.support.dashboard_process import running_dashboard
+from tests.support.restarting_server import RestartingServer
 
 
 @dataclass(frozen=True)

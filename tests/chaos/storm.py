@@ -18,9 +18,9 @@ from typing import Any, Self
 
 from tests.chaos.plan import QUEUES
 from tests.chaos.redis_view import RedisView, by_dashboard, by_registries, by_rq_info
-from tests.chaos.restarting_server import RestartingServer
 from tests.chaos.traffic import AWAY, ENDED, Traffic
 from tests.support.lossy_proxy import Exchange, LossyProxy
+from tests.support.restarting_server import RestartingServer
 from tests.support.store_reader import StoreReader
 from tests.support.wait import wait_for
 from tests.support.worker_process import AnyWorker

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.support.server_fixture import connection, producer  # noqa: F401
+from tests.support.restarting_server import RestartingServer
+from tests.support.server_fixture import connection, producer, require_server_program  # noqa: F401
 
 if TYPE_CHECKING:
     from tests.worker.memory.replica.sharing import Share
@@ -14,6 +15,14 @@ if TYPE_CHECKING:
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     return tmp_path / "store"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RestartingServer]:
+    require_server_program()
+    server = RestartingServer(tmp_path / "redis")
+    yield server
+    server.stop()
 
 
 @pytest.fixture(params=["folder", "bucket"])

@@ -25,7 +25,7 @@ from rq.worker_registration import get_keys
 from tests.support.dashboard_process import require_dashboard, running_dashboard
 from tests.support.private_server import acl_refusals, private_server
 from tests.support.server_fixture import require_server_program
-from tests.support.worker_process import running_worker
+from tests.support.worker_process import SHORT, running_worker
 
 from stoker import AsyncProducer, JobCanceled, JobFailed, Producer
 from stoker.cli import main
@@ -39,7 +39,6 @@ pytestmark = pytest.mark.server
 NAMES = ("stoker-producer", "stoker-worker", "stoker-operator")
 USERS = Path(__file__).resolve().parents[2] / "docker" / "users.acl"
 SECURITY = USERS.parents[1] / "docs" / "security.md"
-SHORT = {"STOKER_HEARTBEAT_S": "0.2", "STOKER_LEASE_TTL_S": "1", "STOKER_RECOVER_S": "0.5", "STOKER_GRACE_S": "1"}
 [RECOMMENDED] = re.findall(r"^stoker-worker run (.*) --model \.\.\.$", SECURITY.read_text(), re.MULTILINE)
 RECOMMENDED = RECOMMENDED.split()
 SLOW = ("--scripted-steps-per-s", "50")

@@ -70,16 +70,6 @@ def test_a_new_delivery_ends_the_run_and_runs_in_its_agents_order(connection, wo
     assert nothing_is_left(connection)
 
 
-def test_a_deleted_jobs_id_starts_promptly_for_another_agent(connection, worker, enqueue, until):
-    job = enqueue("job", "an endless one")
-    until("job", b"started")
-    job.delete()
-    enqueue("job", "say new", "b")
-    until("job", *ENDED)
-    assert texts(connection, "job") == ["new"]
-    assert nothing_is_left(connection)
-
-
 def test_a_delivery_sent_many_times_is_one_run_with_one_timeout(connection, worker, enqueue, until):
     job = enqueue("job", "an endless one", timeout=6)
     until("job", b"started")

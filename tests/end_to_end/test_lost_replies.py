@@ -1,23 +1,17 @@
-"""Replies between the worker and Redis are lost: those of each transaction and script in turn, and many at once under
-a running worker. Order, results, and dependents are as if none had been lost."""
+"""The reply of each transaction and script of the worker is lost in turn. Order, results, and dependents are as if none
+had been lost."""
 
 import itertools
-import signal
-import time
-from collections import defaultdict
 from urllib.parse import urlsplit
 
 import pytest
-from redis import Redis
 from rq import Queue, Retry
 from rq.job import Dependency, Job
 from rq.rate_limit import RateLimit
 from rq.serializers import JSONSerializer
 from tests.support.lossy_proxy import LossyProxy
-from tests.support.worker_process import running_worker
 from tests.worker.queue.ends import drop, fail, finish, give_back, stop
 
-from stoker import Producer
 from stoker_shared.errors import GenerationTimedOut, OwnershipLost, RedisUnavailable
 from stoker_shared.wire import TASK_PATH
 from stoker_worker.ports import Busy
@@ -27,7 +21,6 @@ from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.server
 
-SHORT = {"STOKER_HEARTBEAT_S": "0.2", "STOKER_LEASE_TTL_S": "1", "STOKER_RECOVER_S": "0.5", "STOKER_GRACE_S": "1"}
 REGISTRIES = ("wip", "scheduled", "deferred", "ready")
 ONE_AGENT = {
     "first": "finished", "second": "failed", "third": "finished", "after-first": "finished", "after-second": "finished",
@@ -180,43 +173,3 @@ def test_the_reply_of_each_transaction_and_script_may_be_lost(connection, proxy,
 def from_write(number):
     counter = itertools.count()
     return lambda exchange: exchange.is_write and next(counter) >= number
-
-
-def test_a_running_worker_keeps_order_and_results_while_many_replies_are_lost(redis_url, proxy, tmp_path):
-    """It also keeps its lease: a worker without it would leave."""
-    counter = itertools.count(1)
-    with Producer(redis_url) as producer, running_worker(proxy.url, tmp_path / "store", env=SHORT) as worker:
-        worker.wait_until_ready()
-        proxy.lose(lambda exchange: exchange.is_write and next(counter) % 7 == 0, times=20)
-        tickets = defaultdict(list)
-        for turn in range(4):
-            for agent in "abc":
-                prompt = f"say {agent}{turn}."
-                tickets[agent].append(producer.submit(agent_id=agent, prompt=prompt, context="append", max_tokens=8))
-        results = {agent: [ticket.result(timeout_s=60) for ticket in of_agent] for agent, of_agent in tickets.items()}
-        connection = Redis.from_url(redis_url)
-        streams = [connection.xlen(f"rq:results:{ticket.job_id}") for ticket in itertools.chain(*tickets.values())]
-        worker.signal(signal.SIGTERM)
-        assert worker.wait() == 0
-    assert len(proxy.lost) > 10
-    assert streams == [1] * 12
-    for of_agent in results.values():
-        assert [result.cache.agent_version for result in of_agent] == [1, 2, 3, 4]
-        assert {result.attempt for result in of_agent} == {1}
-
-
-def test_a_worker_keeps_its_lease_while_the_reply_to_a_job_finish_hangs(redis_url, connection, proxy, tmp_path):
-    """The reply hangs longer than the lease lasts; other jobs go on meanwhile."""
-    with Producer(redis_url) as producer, running_worker(proxy.url, tmp_path / "store", env=SHORT) as worker:
-        worker.wait_until_ready()
-        proxy.hold_back(lambda exchange: exchange.is_transaction and exchange.holds("rq:finished:generate"), 3)
-        slow = producer.submit(agent_id="a", prompt="say slow")
-        worker.wait_for(lambda: slow.status().state == "finished")
-        start = time.monotonic()
-        others = [producer.submit(agent_id=agent, prompt="say x") for agent in "bcd"]
-        while time.monotonic() < start + 2.5:
-            assert connection.keys("stoker:holder:*")
-            time.sleep(0.05)
-        assert {ticket.status().state for ticket in others} == {"finished"}
-        worker.signal(signal.SIGTERM)
-        assert worker.wait() == 0

@@ -6,14 +6,12 @@ import subprocess
 import sys
 
 import pytest
-from tests.support.worker_process import running_worker
+from tests.support.worker_process import SHORT, running_worker
 
 from stoker import Producer, ResultTimeout
 from stoker_worker.memory.locks import store_name
 
 pytestmark = pytest.mark.server
-
-SHORT = {"STOKER_HEARTBEAT_S": "0.2", "STOKER_LEASE_TTL_S": "1", "STOKER_RECOVER_S": "0.5"}
 
 
 def commands_sent(connection, action):
@@ -90,15 +88,6 @@ def test_rq_info_forgets_a_killed_worker_with_its_lease(producer, redis_url, con
         pass
     assert shown.name not in rq_info(redis_url)
     assert producer.workers() == []
-
-
-def test_a_worker_that_redis_forgot_registers_again(producer, redis_url, connection, store):
-    with running_worker(redis_url, store, env=SHORT) as worker:
-        worker.wait_for(lambda: serving(producer) is not None)
-        shown = serving(producer)
-        connection.delete(f"rq:worker:{shown.name}", f"stoker:worker:{shown.name}", "rq:workers", "rq:workers:generate")
-        worker.wait_for(lambda: producer.workers() == [shown])
-        assert shown.name in rq_info(redis_url)
 
 
 def test_progress_is_in_the_status_and_in_meta_only_while_a_job_runs(producer, redis_url, connection, store):

@@ -7,22 +7,11 @@ import time
 
 import pytest
 from redis import Redis
-from tests.chaos.restarting_server import RestartingServer
-from tests.support.worker_process import running_worker
+from tests.support.worker_process import SHORT, running_worker
 
 from stoker import Producer
 
 pytestmark = pytest.mark.server
-
-SHORT = {"STOKER_HEARTBEAT_S": "0.2", "STOKER_LEASE_TTL_S": "1", "STOKER_RECOVER_S": "0.5", "STOKER_GRACE_S": "1"}
-
-
-@pytest.fixture
-def server(redis_server, tmp_path):
-    """Depends on `redis_server`, which skips where there is none."""
-    server = RestartingServer(tmp_path / "redis")
-    yield server
-    server.stop()
 
 
 def test_jobs_that_end_while_redis_is_away_longer_than_the_lease_are_finished_when_it_is_back(server, tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from tests.support.worker_process import running_worker
+from tests.support.worker_process import SHORT, running_worker
 from tests.worker.memory.agents import files_below
 from tests.worker.memory.replica.sharing import Share
 
@@ -16,7 +16,6 @@ pytestmark = pytest.mark.server
 
 pytest.importorskip("obstore")
 
-SHORT = {"STOKER_HEARTBEAT_S": "0.2", "STOKER_LEASE_TTL_S": "1", "STOKER_RECOVER_S": "0.5", "STOKER_GRACE_S": "1"}
 PROMPT = "x" * 1200
 
 

@@ -5,11 +5,9 @@ import time
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
-from tests.chaos.restarting_server import RestartingServer
 from tests.support.lossy_proxy import LossyProxy
-from tests.support.private_server import free_port
 from tests.support.wait import wait_for
-from tests.support.worker_process import running_worker
+from tests.support.worker_process import SHORT, running_worker
 from tests.worker.queue.looking import LEASE
 
 from stoker import Producer
@@ -19,16 +17,6 @@ from stoker_worker.queue.rq_queue import open_queue
 from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.server
-
-SHORT = {"STOKER_HEARTBEAT_S": "0.2", "STOKER_LEASE_TTL_S": "1", "STOKER_RECOVER_S": "0.5", "STOKER_GRACE_S": "1"}
-
-
-@pytest.fixture
-def server(redis_server, tmp_path):
-    """Depends on `redis_server`, which skips where there is none."""
-    server = RestartingServer(tmp_path / "redis")
-    yield server
-    server.stop()
 
 
 def finished_by_the_standby(server, standby):
@@ -65,12 +53,6 @@ def test_a_standby_that_starts_while_redis_is_away_waits_for_it(server, tmp_path
         assert finished_by_the_standby(server, standby).finish_reason == "length"
         standby.signal(signal.SIGTERM)
         assert standby.wait() == 0
-
-
-def test_a_worker_without_standby_leaves_when_there_is_no_redis(tmp_path):
-    with running_worker(f"redis://127.0.0.1:{free_port()}", tmp_path / "store") as worker:
-        assert worker.wait() == 1
-        assert "Error: RedisUnavailable: no Redis at" in worker.log
 
 
 @pytest.mark.parametrize("standby", [True, False])

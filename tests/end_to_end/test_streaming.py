@@ -4,14 +4,12 @@ import asyncio
 import threading
 
 import pytest
-from tests.support.worker_process import running_worker
+from tests.support.worker_process import SHORT, running_worker
 
 from stoker import AsyncProducer, JobCanceled, JobFailed, Restarted, ResultTimeout, TextChunk
 from stoker_worker.engine.scripted import SCRIPTED_ANSWERS
 
 pytestmark = pytest.mark.server
-
-SHORT = {"STOKER_HEARTBEAT_S": "0.2", "STOKER_LEASE_TTL_S": "1", "STOKER_RECOVER_S": "0.5"}
 
 
 def text_of(events):
@@ -20,10 +18,6 @@ def text_of(events):
     for event in events:
         text = "" if isinstance(event, Restarted) else text + event.text
     return text
-
-
-def keys(connection):
-    return sorted(key.decode() for key in connection.scan_iter("stoker:stream:*"))
 
 
 def test_a_reader_sees_the_text_grow_and_ends_with_exactly_the_results_text(producer, redis_url, connection, store):
@@ -55,16 +49,6 @@ def test_readers_who_join_late_get_the_whole_text_and_all_get_the_same(producer,
         text = ticket.result(timeout_s=30).text
         assert text_of([first, *reading]) == text_of(others) == text
         assert text_of(ticket.stream()) == text  # the job has ended
-
-
-def test_jobs_without_a_reader_write_no_stream(producer, redis_url, connection, store):
-    ticket = producer.submit(agent_id="a", prompt="x", max_tokens=100)
-    with running_worker(redis_url, store, "--scripted-steps-per-s", "100") as worker:
-        worker.wait_for(lambda: (ticket.status().tokens or 0) > 20)
-        assert keys(connection) == []
-        connection.config_resetstat()
-        ticket.result(timeout_s=30)
-        assert "cmdstat_xread" not in connection.info("commandstats") or keys(connection) == []
 
 
 def test_a_reader_of_a_recovered_job_gets_a_restart_event(producer, redis_url, store):
@@ -120,21 +104,3 @@ def test_a_stream_ends_with_its_job_in_every_state(producer, redis_url, store):
         with pytest.raises(JobFailed, match="GenerationTimedOut") as failed:
             seen.extend(late.stream(timeout_s=30))
         assert failed.value.partial_text.startswith(text_of(seen))
-
-
-def test_a_long_text_takes_a_limited_share_of_redis(producer, redis_url, connection, store):
-    text = "0123456789" * 2_000
-    ticket = producer.submit(agent_id="a", prompt=f"say {text}", max_tokens=50_000, stream=True)
-    most = [0, 0]
-    with running_worker(redis_url, store, "--scripted-steps-per-s", "100000") as worker:
-
-        def over():
-            key = f"stoker:stream:{ticket.job_id}"
-            most[0] = max(most[0], connection.xlen(key))
-            most[1] = max(most[1], connection.memory_usage(key) or 0)
-            return ticket.status().state == "finished"
-
-        worker.wait_for(over)
-        assert text_of(ticket.stream()) == text
-    assert 1 < most[0] <= 257
-    assert most[1] < 3 * len(text)

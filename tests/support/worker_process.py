@@ -13,6 +13,9 @@ from pathlib import Path
 from tests.support.forked_worker import ForkedWorker, ForkServer
 from tests.support.wait import wait_for
 
+SHORT = {"STOKER_HEARTBEAT_S": "0.2", "STOKER_LEASE_TTL_S": "1", "STOKER_RECOVER_S": "0.5", "STOKER_GRACE_S": "1"}
+"""Settings of a worker that notices a loss within a second, and leaves as soon."""
+
 
 class WorkerProcess:
     """A worker as its operator starts it."""

@@ -435,16 +435,3 @@ def test_a_file_of_which_no_line_can_be_run_is_an_error_that_tells_where_the_rea
     assert texts(tmp_path, "OUT.jsonl").keys() == {"a", "b"}
     write(tmp_path, ["one"])
     assert batch("submit", "in.jsonl", "--name", "n")[0] == 0
-
-
-def test_a_file_that_cannot_be_used_is_named(batch, tmp_path):
-    write(tmp_path, ["one"])
-    code, _, err = batch("run", "in.jsonl", "--out", "nowhere/out.jsonl")
-    assert code == 2
-    assert err.endswith("Error: nowhere/out.jsonl: No such file or directory\n")
-    reader, writer = os.pipe()
-    os.close(writer)
-    code, _, err = batch("run", f"/dev/fd/{reader}", "--out", "out.jsonl")
-    os.close(reader)
-    assert code == 2
-    assert "cannot be read twice" in err
