@@ -81,6 +81,11 @@ def walk(store: AgentCacheStore) -> None:
         pass
 
 
+def forget_unused(store: AgentCacheStore) -> None:
+    for _ in store._upkeep.forget_sessions():
+        pass
+
+
 def raise_exit(*_: object) -> None:
     raise SystemExit
 
@@ -99,6 +104,19 @@ def test_the_next_call_prefills_only_what_is_new_after_a_restart_too(tmp_path: P
     assert call(store, LONG[: n_first + 400]) == (n_first + 120, None)
     assert conversations(store) == 1
     assert len(files_below(tmp_path / "pieces")) <= 1
+
+
+def test_a_recent_call_is_found_in_ram(tmp_path: Path) -> None:
+    store = AgentCacheStore(tmp_path, memory_max_bytes=1 << 30)
+    call(store, LONG[:700], LONG[700:720])
+    restored = restore(store, LONG[:800])
+    assert (restored.source, restored.prefix and restored.prefix.n_tokens) == ("memory", 720)
+    changed = restore(store, (*LONG[:100], *OTHER[:700]))
+    assert (changed.source, changed.miss_reason) == ("memory", "prompt_changed")
+    assert changed.prefix is not None
+    assert changed.prefix.n_tokens == 100
+    Agent(store).say(ids(900, seed=4))  # its blocks are on disk, beside the session's RAM
+    assert call(store, (*LONG[:720], 1)) == (720, None)
 
 
 def test_no_agent_comes_of_it(tmp_path: Path) -> None:
@@ -193,10 +211,10 @@ def test_a_session_goes_when_it_was_unused_for_long_and_its_agents_stay(tmp_path
         call(store, OTHER[:700])
         store.parts.database.commit(partial(transcripts.advance_clock, seconds=900))
         call(store, OTHER[:100], session="t")
-        tidy(store)
+        forget_unused(store)
         assert conversations(store) == 2
         store.parts.database.commit(partial(transcripts.advance_clock, seconds=300))
-        tidy(store)
+        forget_unused(store)
         assert conversations(store) == 1
         assert Agent(store).cached(LONG[:310]) == 300
         assert len(files_below(tmp_path / "blocks")) == 1

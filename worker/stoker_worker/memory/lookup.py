@@ -63,25 +63,23 @@ class AgentBlocks:
 
     Attributes:
         snapshots: after how many tokens each was taken, ascending, and its file.
-        owner: the agent's id, or the name of a session's conversation.
-        evicted: whether some of its cache was evicted.
+        owner: the agent, or a session's conversation, without a transcript.
     """
 
     token_ids: tuple[int, ...] = ()
     tail: Path = Path()
     snapshots: tuple[tuple[int, Path], ...] = ()
-    owner: str | None = None
-    evicted: bool = False
+    owner: AgentVersion | None = None
 
     @classmethod
     def of(cls, agent: AgentVersion, pieces: PieceFolder) -> Self:
         """Everything that was saved of the version."""
         name, number = agent.agent_id, agent.number
         if agent.cache is None or agent.transcript is None:
-            return cls(owner=name, evicted=agent.evicted)
+            return cls(owner=agent)
         snapshots = [(n, pieces.snapshot_path(name, number, index)) for index, n in enumerate(agent.cache.snapshots)]
         tail = pieces.tail_path(name, number)
-        return cls(agent.transcript.token_ids[: agent.cache.tokens], tail, tuple(snapshots), name, agent.evicted)
+        return cls(agent.transcript.token_ids[: agent.cache.tokens], tail, tuple(snapshots), agent)
 
 
 @dataclass(frozen=True)
@@ -337,7 +335,8 @@ class PrefixLookup:
         if agent is None:
             with self._budget.holds.using(None, addresses):
                 n_shared = self._shared.note(addresses)
-                restored = self._from_disk(lookup, *self._blocks_of_session(lookup))
+                own, other = self._blocks_of_session(lookup)
+                restored = self._from_ram(lookup, own, other) or self._from_disk(lookup, own, other)
                 # A prompt of whole blocks leaves out one token of its last block.
                 n_saved = (restored.prefix.n_tokens + 1) // BLOCK_TOKENS if restored.prefix else 0
                 if n_saved:
@@ -345,16 +344,17 @@ class PrefixLookup:
                 return replace(restored, to_share=n_shared * BLOCK_TOKENS if n_shared > n_saved else 0)
         own, other = self._own_blocks(lookup, agent)
         with self._budget.holds.using(agent.agent_id, addresses):
-            in_ram = other is None and agent.agent_id in self._ram_cache
-            return (self._from_ram(lookup, agent, own) if in_ram else None) or self._from_disk(lookup, own, other)
+            in_ram = None if other else self._from_ram(lookup, own, None)
+            return in_ram or self._from_disk(lookup, own, other)
 
-    def _from_ram(self, lookup: Lookup, agent: AgentVersion, own: AgentBlocks) -> Restored | None:
+    def _from_ram(self, lookup: Lookup, own: AgentBlocks, other: str | None) -> Restored | None:
         """The prefix in RAM; ``None`` when the disk may have a longer one."""
-        cache = self._ram_cache.find(agent, lookup.prompt, lookup.model.spec)
+        cache = self._ram_cache.find(own.owner, lookup.prompt, lookup.model.spec) if own.owner else None
         if cache is None or cache.n_tokens < self._most_on_disk(lookup, own):
             return None
+        reason = self._report(lookup, own, FoundOnDisk(cache), other if cache.n_tokens < lookup.limit else None)
         room = lookup.make_room(cache.n_tokens)
-        return Restored(cache if room is None else cache.copied_into(room), "memory")
+        return Restored(cache if room is None else cache.copied_into(room), "memory", miss_reason=reason)
 
     def _most_on_disk(self, lookup: Lookup, own: AgentBlocks) -> int:
         """How many tokens of the prompt a lookup on disk may find."""
@@ -408,22 +408,24 @@ class PrefixLookup:
         longest = max(kept, key=lambda one: one.n_common, default=None)
         if longest is None:
             return AgentBlocks(), None
-        self._notes.used(longest.row.agent_id)
-        own = AgentBlocks(longest.token_ids, longest.tail, longest.snapshots, longest.row.agent_id, longest.row.evicted)
-        return own, reason
+        row = longest.row
+        self._notes.used(row.agent_id)
+        owner = AgentVersion(row.agent_id, row.version, None, evicted=row.evicted)
+        return AgentBlocks(longest.token_ids, longest.tail, longest.snapshots, owner), reason
 
     def _own_blocks(self, lookup: Lookup, agent: AgentVersion) -> tuple[AgentBlocks, str | None]:
         """The agent's own cache, if this model and salt may use it; else none and why."""
         model, cache, transcript = lookup.model, agent.cache, agent.transcript
+        nothing = AgentBlocks(owner=agent)
         if cache is None or transcript is None:
             is_lost = agent.number > 0 and transcript is None and not agent.begins_again
-            return AgentBlocks(), "transcript_unreadable" if is_lost else None
+            return nothing, "transcript_unreadable" if is_lost else None
         if transcript.tokenizer_fingerprint != model.tokenizer_fingerprint:
-            return AgentBlocks(), "other_tokenizer"
+            return nothing, "other_tokenizer"
         if cache.model != model.fingerprint:
-            return AgentBlocks(), "other_model"
+            return nothing, "other_model"
         if cache.salt != lookup.prompt.salt:
-            return AgentBlocks(), "other_salt"
+            return nothing, "other_salt"
         return AgentBlocks.of(agent, self._parts.pieces), None
 
     def _report(self, lookup: Lookup, own: AgentBlocks, found: FoundOnDisk, other: str | None) -> str | None:
@@ -436,9 +438,10 @@ class PrefixLookup:
             if faulty.kind == "block":
                 self._notes.block_changed(faulty.path)
             elif own.owner is not None:
-                self._notes.pieces_changed(own.owner)
+                self._notes.pieces_changed(own.owner.agent_id)
+        was_evicted = own.owner is not None and own.owner.evicted
         reasons = [
-            "evicted" if own.evicted and faulty.fault == "missing" else f"{faulty.kind}_{faulty.fault}"
+            "evicted" if was_evicted and faulty.fault == "missing" else f"{faulty.kind}_{faulty.fault}"
             for faulty in found.faults
         ] or ([other] if other else [])
         if not reasons:

@@ -113,14 +113,14 @@ class SessionCaches:
 
     def save(
         self, session: str, chain: BlockChain, cache: SequenceCache, *, prompt_tokens: int, model: LoadedModel
-    ) -> int:
+    ) -> tuple[str, int, int]:
         """Keep the cache of a call's prompt and answer, in place of that of the conversation that it goes on with.
 
         Args:
             chain: of the tokens that are cached, `prompt_tokens` of which are the prompt.
 
         Returns:
-            how many bytes the store has grown at most.
+            the name of the conversation, its version, and how many bytes the store has grown at most.
 
         Raises:
             OSError, Damaged: it could not be written; what was kept before still is.
@@ -128,10 +128,11 @@ class SessionCaches:
         with self._budget.holds.using(None, chain.addresses):
             name, version = self._take(session, chain)
             try:
-                return self._save(name, version, chain, cache, prompt_tokens=prompt_tokens, model=model)
+                n_bytes = self._save(name, version, chain, cache, prompt_tokens=prompt_tokens, model=model)
             finally:
                 with self._lock:
                     self._saving.discard(name)
+        return name, version, n_bytes
 
     def _save(
         self,

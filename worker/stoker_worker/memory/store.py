@@ -225,10 +225,13 @@ class AgentCacheStore(CacheStorePort):
     ) -> None:
         chain = BlockChain(model.fingerprint, salt, token_ids)
         try:
-            n_bytes = self._sessions.save(session, chain, cache, prompt_tokens=prompt_tokens, model=model)
+            name, version, n_bytes = self._sessions.save(
+                session, chain, cache, prompt_tokens=prompt_tokens, model=model
+            )
         except (OSError, Damaged) as error:
             self.budget.not_saved(chain.paths(self._blocks.path_of))
             raise DatabaseFailed(str(error)) from error
+        self.ram_cache.put(name, RamCacheEntry(version, chain, cache))
         self.budget.saved(None, n_bytes)
 
     def ended(self, agent_id: str, delivery: Delivery, *, remember_s: float) -> None:

@@ -146,10 +146,14 @@ class Upkeep:
             yield
         if self._agent_ttl_s is not None:
             yield from self._forget_unused(self._agent_ttl_s, of_sessions=False)
-        if self._session_ttl_s is not None:
-            yield from self._forget_unused(self._session_ttl_s, of_sessions=True)
         self._budget.make_room()
         self._database.shorten_log()
+
+    def forget_sessions(self) -> Iterator[None]:
+        """The steps of each minute: there may be many conversations, and their clock goes no faster. Each raises as
+        those of `tidy`."""
+        if self._session_ttl_s is not None:
+            yield from self._forget_unused(self._session_ttl_s, of_sessions=True)
 
     def walk(self) -> Iterator[None]:
         """The steps of a comparison of all cache files with their index. Each raises as those of `tidy`."""
@@ -165,10 +169,12 @@ class Upkeep:
             self._database.commit(cache_index.correct_bytes)
 
     def _run(self) -> None:
-        walks = Periodic(_WALK_EVERY_S)
+        sessions, walks = Periodic(_TICK_S), Periodic(_WALK_EVERY_S)
         while not self._stop.wait(_EVERY_S):
             try:
                 self._take(self.tidy())
+                if sessions.is_due():
+                    self._take(self.forget_sessions())
                 if walks.is_due():
                     self._take(self.walk())
             except DatabaseFailed as error:
