@@ -1,11 +1,12 @@
 """Ends jobs, once, and only while they are ours. Finisher threads (fetcher: refused jobs).
 
 `RqClaimedJob` is a job in flight, which ends itself. `Requeue` puts a job back at the front of its queue; `JobFinish`
-writes the other ends with RQ's own transactions. It owns the guarantee that an end is written once and that all its
-follow-ups are done, whichever reply got lost. Both of RQ's transactions begin with a check that the run is ours, and
-end with a note. A worker that finds the note has written the end before, and goes on with the follow-ups. RQ calls
-`OwnedQueue.move_dependents_to_ready` in the transaction of a success, and `JsonJob.before_end` in that of a failure;
-both check. It calls `RqRegistration.cleanup_execution` last, and that calls `JsonJob.at_end`, which writes the note.
+writes the other ends. It owns the guarantee that an end is written once and that all its follow-ups are done, whichever
+reply got lost. Each end is a transaction that begins with a check that the run is ours, and contains a note. A worker
+that finds the note has written the end before, and goes on with the follow-ups. A success is RQ's own transaction: RQ
+calls `OwnedQueue.move_dependents_to_ready` before it, which checks, and `RqRegistration.cleanup_execution` in it, and
+that calls `JsonJob.at_end`, which writes the note. RQ's transaction of a failure checks nothing and hides its errors,
+so `JobFinish` has one of its own, of the same steps.
 
 `FollowUp` enqueues the jobs that waited for an end, passes on its place under a rate limit, and removes the note. Every
 step may be done twice, so a thread that cannot tell whether a step was done does it again: the thread that ended the
@@ -22,8 +23,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, TypeVar, cast
 
 from redis import Redis
 from redis.client import Pipeline
@@ -79,6 +81,8 @@ FOREIGN_ID: Final = InvalidRequest(
 # A key of another type, a number that is none, a time that no clock reaches. Other replies are about the server, as a
 # right that is missing, and are no job's fault.
 _OF_THE_DATA: Final = re.compile(r"\bWRONGTYPE\b|\b(hash )?value is (not|out of)\b|\binvalid expire\b")
+Q = TypeVar("Q", bound=Queue)
+
 Outcome = Literal["requeued", "waits", "ended"]
 
 
@@ -324,13 +328,6 @@ class OwnedQueue(Queue):
     """
 
     ending: "Ending"
-    retries_in_place = False
-
-    def _enqueue_job(
-        self, job: Job, pipeline: Pipeline | None = None, at_front: bool = False, unique: bool = False
-    ) -> Job:
-        """In front: RQ puts a job that is retried at once behind all others, and so behind its agent's next job."""
-        return super()._enqueue_job(job, pipeline, at_front or self.retries_in_place, unique)
 
     def move_dependents_to_ready(
         self, job: Job, pipeline: Pipeline | None = None, *args: Any, **options: Any
@@ -385,11 +382,12 @@ class Ending:
             self._read_meta(pipeline)
 
     def open(self, pipeline: Pipeline) -> None:
-        """Begin a transaction that is not a success: RQ watches no keys in that of a failure."""
+        """Begin a transaction that is not a success."""
         self.check(pipeline)
         self.note.dependents = self._run.job.dependent_ids
         pipeline.multi()
         self._write_meta(pipeline)
+        self.write_note(pipeline)
 
     def _read_meta(self, pipeline: Pipeline) -> None:
         """As it is now: its producer may have changed it. A change from here on undoes the transaction."""
@@ -417,28 +415,6 @@ class Ending:
         pipeline.hset(key, self._run.execution.composite_key, self.note.to_json())
 
 
-class _SwallowedErrors(logging.Filter):
-    """RQ swallows the error of a failure's transaction, and logs it with a traceback. Keeps the last one of each
-    thread, and out of the log: it is tried again, and reported if that does not help."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._of_thread = threading.local()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.exc_info is None or record.exc_info[1] is None:
-            return True
-        self._of_thread.error = record.exc_info[1]
-        return False
-
-    def take(self) -> BaseException | None:
-        error, self._of_thread.error = getattr(self._of_thread, "error", None), None
-        return error
-
-
-_swallowed: Final = _SwallowedErrors()
-
-
 class PackedJson(JSONSerializer):
     """For large numbers of results that wait for long: RQ stores them as base64, which adds a third."""
 
@@ -462,7 +438,6 @@ class JobFinish:
     ) -> None:
         self._connection = connection
         self._registration = registration
-        registration.log.addFilter(_swallowed)
         self.ownership = ownership
         self.requeue = Requeue(connection, ownership.lease)
         self.cascade = Cascade(connection, ownership)
@@ -514,7 +489,7 @@ class JobFinish:
         return True
 
     def _end_badly(self, run: JobRun, ending: Ending, reason: str) -> None:
-        error: BaseException | None = None
+        error: Exception | None = None
         for _ in range(_TRIES):
             note = ending.written()
             if note is None:
@@ -530,11 +505,6 @@ class JobFinish:
 
     def _do_what_follows(self, run: JobRun, note: EndedNote) -> None:
         self._follow_up.carry_out(run.job.origin, run.execution.composite_key, note)
-
-    def _queue_of(self, ending: Ending, rq_job: JsonJob) -> OwnedQueue:
-        queue = OwnedQueue(rq_job.origin, connection=self._connection, job_class=JsonJob, serializer=JSONSerializer)
-        queue.ending = ending
-        return queue
 
     def _write_success(
         self, run: JobRun, ending: Ending, result: Mapping[str, Any], also: Callable[[Pipeline], None] | None
@@ -554,7 +524,8 @@ class JobFinish:
 
         rq_job.at_end = at_end
         repeat = rq_job.repeats_left, rq_job.repeat_intervals
-        queue = self._queue_of(ending, rq_job)
+        queue = _queue(OwnedQueue, rq_job)
+        queue.ending = ending
         try:
             self._registration.handle_job_success(
                 job=rq_job, queue=queue, started_job_registry=queue.started_job_registry, execution=run.execution
@@ -565,38 +536,50 @@ class JobFinish:
         finally:  # a reference back to the job would keep its request until Python looks for cycles
             rq_job.serializer, rq_job.at_end = JSONSerializer, None
 
-    def _write_failure(self, run: JobRun, ending: Ending, reason: str) -> BaseException | None:
+    def _write_failure(self, run: JobRun, ending: Ending, reason: str) -> Exception | None:
         """The error, if any: its transaction was undone, refused, or written without a reply."""
-        rq_job = run.job
-        rq_job._status = JobStatus.FAILED
+        rq_job, execution, registration = run.job, run.execution, self._registration
+        is_stopped, retries_left = ending.note.end == "stopped", rq_job.retries_left
         rq_job.ended_at = rq_job.last_heartbeat = now()
-        if ending.note.end == "stopped":
-            self._registration._stopped_job_id = rq_job.id
-        retries_left = rq_job.retries_left
-        queue = self._queue_of(ending, rq_job)
-        queue.retries_in_place = True
-        rq_job.before_end, rq_job.at_end = ending.open, ending.write_note
-        _swallowed.take()
         try:
-            self._registration.handle_job_failure(
-                job=rq_job,
-                queue=queue,
-                started_job_registry=queue.started_job_registry,
-                exc_string=reason,
-                execution=run.execution,
-            )
-            return _swallowed.take()
+            with self._connection.pipeline() as pipeline:
+                ending.open(pipeline)
+                registration.cleanup_execution(rq_job, pipeline, execution)
+                if rq_job.should_retry and not is_stopped:
+                    _retry(rq_job, pipeline)
+                else:
+                    rq_job.set_status(JobStatus.STOPPED if is_stopped else JobStatus.FAILED, pipeline)
+                    rq_job._handle_failure(
+                        reason, pipeline, registration.name, execution.id, execution.created_at, rq_job.ended_at
+                    )
+                registration.increment_failed_job_count(pipeline)
+                if rq_job.started_at:
+                    registration.increment_total_working_time(rq_job.ended_at - rq_job.started_at, pipeline)
+                pipeline.execute()
+            return None
         except AlreadyWritten:
             return None
         except StokerError:
             raise
         except Exception as error:  # the keys of a job may hold anything, and have any type
-            if not is_the_jobs(error):
-                raise
             return error
         finally:  # as with repeats
-            rq_job.retries_left, self._registration._stopped_job_id = retries_left, None
-            rq_job.before_end = rq_job.at_end = None
+            rq_job.retries_left = retries_left
+
+
+def _queue(kind: type[Q], rq_job: JsonJob) -> Q:
+    return kind(rq_job.origin, connection=rq_job.connection, job_class=JsonJob, serializer=JSONSerializer)
+
+
+def _retry(rq_job: JsonJob, pipeline: Pipeline) -> None:
+    """RQ's `Job.retry` puts a job that is retried at once behind all others, and so behind its agent's next job; and it
+    writes the status of one that waits before the transaction, after which it is in no list."""
+    queue, interval_s = _queue(Queue, rq_job), rq_job.get_retry_interval()
+    rq_job.retries_left = (rq_job.retries_left or 0) - 1
+    if interval_s:
+        queue.schedule_job(rq_job, now() + timedelta(seconds=interval_s), pipeline=pipeline)
+    else:
+        queue._enqueue_job(rq_job, pipeline, at_front=True)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -83,10 +83,8 @@ class JsonJob(Job):
     """How many workers were lost with this job in flight."""
     losses_alone: int = 0
     """How many of those had no other job in flight."""
-    before_end: Callable[[Pipeline], None] | None = None
-    """Called once, with the transaction in which RQ ends the job, before the transaction has any command."""
     at_end: Callable[[Pipeline], None] | None = None
-    """Called with the same transaction, just before the commands that remove the execution."""
+    """Called with the transaction in which RQ ends the job well, before the commands that remove the execution."""
     is_listened_to: bool = False
     """True if a reader wants the text as it is generated."""
     has_progress: bool = False
@@ -143,19 +141,6 @@ class JsonJob(Job):
         del fields["data"]
         return fields
 
-    def set_status(self, status: JobStatus, pipeline: Pipeline | None = None) -> None:
-        """Write the status, except `scheduled` outside a transaction.
-
-        RQ's retry writes `scheduled` before its transaction, which writes it again and puts the job into the registry.
-        If the worker died in between, the job would be in no list.
-        """
-        if pipeline is not None:
-            self.check_before_end(pipeline)
-        if pipeline is None and status == JobStatus.SCHEDULED:
-            self._status = status
-        else:
-            super().set_status(status, pipeline)
-
     def refresh(self) -> None:
         """
         Raises:
@@ -204,14 +189,6 @@ class JsonJob(Job):
         if status not in _WAITING or (parent_job is not None and parent_job.id not in self._dependency_ids):
             return False
         return bool(super().dependencies_are_met(parent_job, pipeline, *args, **options))
-
-    def check_before_end(self, pipeline: Pipeline) -> None:
-        check, self.before_end = self.before_end, None
-        if check is not None:
-            check(pipeline)
-
-    def send_webhooks(self, status: str | JobStatus, *, exc_string: str | None = None) -> None:
-        """Do nothing: jobs with webhooks are refused, and a refusal must send nothing to an address the job names."""
 
     def _deserialize_data(self) -> None:
         try:

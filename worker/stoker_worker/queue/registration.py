@@ -20,7 +20,6 @@ from rq import worker_registration
 from rq.command import parse_payload
 from rq.executions import Execution, ExecutionRegistry
 from rq.job import Job
-from rq.queue import Queue
 from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
 from rq.worker import BaseWorker
@@ -85,7 +84,6 @@ class RqRegistration(BaseWorker):
             execution_ttl_s: until RQ's own tools may take an execution for abandoned: far longer than our own recovery
                 needs.
         """
-        self._stopped_on = threading.local()
         self._is_unsubscribing = threading.Event()
         self.in_flight = in_flight
         super().__init__(
@@ -139,15 +137,6 @@ class RqRegistration(BaseWorker):
     def register_death(self) -> None:
         super().register_death()  # type: ignore[no-untyped-call]
         self.connection.delete(WORKER_KEY.format(name=self.name))
-
-    @property
-    def _stopped_job_id(self) -> str | None:
-        """RQ marks the job of this id as stopped when it writes a failure: each thread that ends jobs has its own."""
-        return getattr(self._stopped_on, "job_id", None)
-
-    @_stopped_job_id.setter
-    def _stopped_job_id(self, job_id: str | None) -> None:
-        self._stopped_on.job_id = job_id
 
     def beat(self, connection: Redis) -> None:
         """Show that this worker lives, to RQ's tools and to producers, until a little after the next beat is due.
@@ -204,17 +193,10 @@ class RqRegistration(BaseWorker):
 
     def cleanup_execution(self, job: Job, pipeline: Pipeline, execution: Execution | None = None) -> None:
         """Some fields belong to this run: a requeue by an operator, or RQ's Repeat, begins at zero."""
-        if isinstance(job, JsonJob):
-            job.check_before_end(pipeline)
-            if job.at_end is not None:
-                job.at_end(pipeline)
+        if isinstance(job, JsonJob) and job.at_end is not None:
+            job.at_end(pipeline)
         pipeline.hdel(job.key, *OF_THE_RUN)
         super().cleanup_execution(job, pipeline, execution)
-
-    def _enqueue_dependents_safely(self, queue: Queue, job: Job) -> None:
-        """Nothing, and no place under a rate limit is released: RQ tries both after a failure, FollowUp does both."""
-
-    def _release_slot_safely(self, job: Job) -> None: ...
 
     def handle_payload(self, message: Any) -> None:
         """A command, on RQ's pubsub thread. RQ's own handlers know one current job; here there are many."""
