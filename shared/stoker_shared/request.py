@@ -371,6 +371,16 @@ class GenerationRequest(BaseModel):
         return self.response_format is not None and self.response_format.type != "text"
 
     @property
+    def has_form(self) -> bool:
+        """True if a grammar tells what the answer may be."""
+        return self.is_formed or self.guide is not None or self.must_call
+
+    @property
+    def is_guided(self) -> bool:
+        """True if not every token may come next everywhere: its form, its calls or its thinking have limits."""
+        return self.has_form or not self.parallel_tool_calls or self.max_reasoning_tokens is not None
+
+    @property
     def access(self) -> "Access":
         """How the job uses its agent's memory, which decides for which of the agent's other jobs it waits."""
         if self.agent_id is None or self.cache == "off":

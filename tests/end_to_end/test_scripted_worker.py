@@ -56,7 +56,7 @@ def test_an_agent_with_many_jobs_does_not_delay_another_agents_first_job(produce
 
 
 def test_a_short_job_overtakes_long_ones_and_rq_sees_all_of_them_executing(producer, redis_url, connection, store):
-    endless = {"max_tokens": 32_000, "fit_max_tokens": True}
+    endless = {"max_tokens": 32_000, "fit_max_tokens": True, "min_tokens": 200}
     long = [producer.submit(agent_id=f"long-{n}", prompt="x", **endless) for n in range(8)]
     with running_worker(redis_url, store, "--scripted-steps-per-s", "12") as worker:
         worker.wait_for(lambda: len(registries(connection)["started"]) == 8)
@@ -289,6 +289,26 @@ def test_a_prompt_can_be_counted_and_read_back_without_an_answer(producer, redis
     assert (counted.text, counted.finish_reason, counted.cache.agent_version) == ("", "length", 1)
     assert counted.usage.prompt_tokens == asked.usage.prompt_tokens == len(counted.prompt.token_ids)
     assert (counted.usage.completion_tokens, counted.usage.cached_tokens) == (0, 0)
+
+
+def test_answers_have_the_form_that_is_asked_for(producer, redis_url, store):
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
+    schema = {"name": "place", "schema": parameters}
+    asked = [{"role": "user", "content": "say Oslo"}]
+    with running_worker(redis_url, store):
+        as_json = producer.submit(
+            messages=asked, response_format={"type": "json_schema", "json_schema": schema}
+        ).result(timeout_s=30)
+        called = producer.submit(messages=asked, tools=tools, tool_choice="required").result(timeout_s=30)
+        chosen = producer.submit(prompt="say no", guide={"choice": ["yes", "no"]}).result(timeout_s=30)
+        with pytest.raises(JobFailed, match="GuideRefused"):
+            producer.submit(prompt="x", guide={"regex": "("}).result(timeout_s=30)
+    assert as_json.parsed == {"city": "Oslo"}
+    assert (called.finish_reason, called.content) == ("tool_calls", "")
+    (call,) = called.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Oslo"})
+    assert (chosen.text, chosen.finish_reason) == ("no", "stop")
 
 
 BAD_PAYLOADS: dict[str, tuple[dict[str, Any], str]] = {

@@ -1,14 +1,35 @@
 """The scripted engine's texts can be read as they grow, with characters and stop strings that cross tokens."""
 
+import re
 from typing import Any
 
 import pytest
 from tests.worker.engine.reading import read_along
 
 from stoker_shared import Message, build_request
-from stoker_shared.errors import TemplateError
-from stoker_worker.engine.scripted import END, ScriptedEngine, ScriptedTokenizer
+from stoker_shared.errors import GuideRefused, TemplateError
+from stoker_worker.engine.scripted import END, ScriptedEngine, ScriptedProvider, ScriptedTokenizer
 from stoker_worker.ports import GenerationWork
+
+RIVER = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "length_km": {"type": "integer", "minimum": 100},
+        "kinds": {"type": "array", "items": {"enum": ["long", "wild"]}, "minItems": 1},
+    },
+    "required": ["name", "length_km", "kinds"],
+    "additionalProperties": False,
+}
+WHOLE = '{"name": "Oder", "length_km": 840, "kinds": ["wild"]}'
+AS_RIVER = {"response_format": {"type": "json_schema", "json_schema": {"name": "river", "schema": RIVER}}}
+TOOLS = [
+    {"type": "function", "function": {"name": "river", "parameters": RIVER}},
+    {"type": "function", "function": {"name": "end", "parameters": {}}},
+]
+A_CALL = f'<tool_call>{{"name": "river", "arguments": {WHOLE}}}</tool_call>'
+NO_END = '<tool_call>{"name": "end", "arguments": {}}</tool_call>'
+MUST_CALL = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "river"}}}
 
 
 def work(prompt, **fields):
@@ -44,3 +65,49 @@ def test_an_answer_with_an_end_in_it_goes_on_and_a_question_with_one_is_refused(
     assert END in tokenizer.encode_rendered(tokenizer.render([answer], **options))
     with pytest.raises(TemplateError):
         tokenizer.render([answer.model_copy(update={"role": "user"})], **options)
+
+
+def guided(said, **fields):
+    """The scripted model's answer, which has to end by itself."""
+    engine, model = ScriptedProvider(max_batch=1, steps_per_s=1e9).load()
+    request = build_request({"messages": [{"role": "user", "content": said}], "max_tokens": 2000, **fields})
+    options: dict[str, Any] = {"add_generation_prompt": True, "tools": None, "template_kwargs": None}
+    ids = tuple(model.tokenizer.encode_rendered(model.tokenizer.render(request.messages or (), **options)))
+    assert request.is_guided
+    ((done,), *_) = read_along(engine, [GenerationWork(request, ids, guide=model.guides.guide_for(request, ids))])
+    assert (done.outcome, done.ended_by) == ("finished", "eos")
+    return done.text
+
+
+@pytest.mark.parametrize(
+    ("said", "fields", "text"),
+    [
+        (f"say {WHOLE}", AS_RIVER, re.escape(WHOLE)),
+        (f"say <think>hm</think>{WHOLE}", AS_RIVER, re.escape(f"<think>hm</think>{WHOLE}")),
+        ("say Oder", AS_RIVER, r'{"name":"Oder","length_km":\d{3},"kinds":\["(long|wild)"\]}'),
+        ('say {"name": "Oder"}', AS_RIVER, r'{"name": "Oder","length_km":\d{3},"kinds":\["(long|wild)"\]}'),
+        ("a river", AS_RIVER, r'{"name":"[0-9a-f]{4}","length_km":\d{3},"kinds":\["(long|wild)"\]}'),
+        ("say no", {"guide": {"choice": ["yes", "no"]}}, "no"),
+        ("say perhaps", {"guide": {"choice": ["yes", "no"]}}, "yes|no"),
+        ("x", {"guide": {"regex": "(a|b)*c"}}, "[ab]*c"),
+        ("x", {"guide": {"regex": ".*z"}}, ".*z"),
+        ("x", {"guide": {"lark": 'start: "(" start ")" | "é"'}}, r"\(*é\)*"),
+        ("say Oder", MUST_CALL, r'<tool_call>{"name": "river", "arguments": {"name":"Oder",.*}}\s?</tool_call>'),
+        (f"say <think>hm</think>{A_CALL}", MUST_CALL, re.escape(A_CALL)),
+        ("x", {"tools": TOOLS, "tool_choice": "required"}, '<tool_call>{"name": "(river|end)", .*}\\s?</tool_call>'),
+        (f"say {NO_END}{NO_END}", {"tools": TOOLS, "parallel_tool_calls": False}, re.escape(NO_END)),
+        ("say <think>a long thought</think>yes", {"max_reasoning_tokens": 6}, "<think>a long</think>yes"),
+    ],
+)
+def test_an_answer_has_the_form_that_is_asked_for_and_as_much_of_the_text_as_fits(said, fields, text):
+    assert re.fullmatch(text, guided(said, **fields), re.DOTALL)
+
+
+def test_an_answer_whose_grammar_cannot_go_on_fails():
+    engine, model = ScriptedProvider(max_batch=1, steps_per_s=1e9).load()
+    one = work("x", guide={"choice": ["a"]})
+    guide = model.guides.guide_for(one.request, one.prompt_ids)
+    guide.error = GuideRefused("nothing may follow here")
+    ((done,), *_) = read_along(engine, [GenerationWork(one.request, one.prompt_ids, guide=guide)])
+    assert done.outcome == "failed"
+    assert done.error is guide.error

@@ -13,6 +13,8 @@ The answer depends on the last line of the prompt, or of the last message:
 * ``crash``: the process kills itself as ``kill -9`` would;
 * anything else: words made from a hash of the whole prompt, until ``max_tokens``; with ``fit_max_tokens``, a few.
 
+An answer that has to have a form (`response_format`, `guide`, a forced call) has it: see `_GuidedScript`.
+
 In a prompt that is scored, every token is as likely as any other.
 """
 
@@ -20,6 +22,7 @@ import hashlib
 import json
 import math
 import os
+import random
 import signal
 import time
 from collections import abc
@@ -45,6 +48,7 @@ from stoker_worker.ports import (
     SequenceCache,
     SequenceProgress,
     Stage,
+    TokenMask,
 )
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
 from stoker_worker.ports.model import Batching, MaxBatch, ServingMode
@@ -185,14 +189,18 @@ class _Script:
         line = _last_line(work)
         self.words = line.split(" ", 1)
         said = said_by(model, line)
+        self._digest = digest = hashlib.sha256(np.asarray(work.prompt_ids, dtype=np.uint32).tobytes()).hexdigest()
+        if said is None and work.request.has_form:
+            said = digest[:4]
         if said is not None:
-            self._tokens = [*said.encode(), END]
+            if work.request.must_call:  # a call begins with the same byte as thinking, so there is none before it
+                said = said.rpartition(_THINK[1])[2]
+            self._tokens: list[int] = [*said.encode(), END]
         else:
-            digest = hashlib.sha256(np.asarray(work.prompt_ids, dtype=np.uint32).tobytes()).hexdigest()
             self._tokens = list("".join(f"{digest[at : at + 4]} " for at in range(0, len(digest), 4)).encode())
             if work.request.fit_max_tokens:
                 self._tokens.append(END)
-
+        self._end_ids = end_ids
         self._endless = [token for token in self._tokens if token not in end_ids] or self._tokens
 
     def token(self, n_drawn: int) -> int:
@@ -202,6 +210,76 @@ class _Script:
 
     def start(self, n_drawn: int) -> None:
         """There is nothing to make."""
+
+
+_VISIBLE: Final = frozenset(range(33, 127))
+_PLAIN: Final = frozenset(b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz")
+_NEAREST_FIRST: Final = (*(frozenset({token}) for token in (END, *b'"}]),:')), _PLAIN, _VISIBLE)
+"""What leads to the end of an answer soonest, in most grammars."""
+
+_OPENING: Final = frozenset(b"<")
+"""Thinking that the script opens itself would have no end."""
+
+_MOST_ALIKE: Final = 4
+"""After so many equal tokens in a row comes any that may come, a visible one as a rule: so every answer ends."""
+
+
+class _GuidedScript(_Script):
+    """A script that follows a guide, as a model would that wants to say the script's text.
+
+    It takes the text's next byte wherever that may come. Elsewhere it takes what closes most: so a text that has the
+    form is the answer, and another one fills the form's first places that take it.
+    """
+
+    def __init__(self, work: GenerationWork, end_ids: frozenset[int], model: str) -> None:
+        super().__init__(work, end_ids, model)
+        assert work.guide is not None
+        work.guide.start(())
+        self._guide = work.guide
+        self._random = random.Random(self._digest)
+        self._at = 0
+        self._drawn: list[int] = []
+
+    def token(self, n_drawn: int) -> int:
+        mask = self._guide.after(self._drawn[-1] if self._drawn else None)
+        allowed = frozenset(range(VOCABULARY)) if mask is None else _bits(mask)
+        if n_drawn < self._min_tokens:
+            allowed = allowed - self._end_ids or allowed
+        if mask is None and self._wanted not in allowed:
+            self._at += 1  # a free answer that must not end yet goes on with the text from its beginning
+        if self._wanted in allowed:
+            self._drawn.append(self._wanted)
+            self._at += 1
+        else:
+            self._drawn.append(self._between(allowed))
+            self._skip_thought()
+        return self._drawn[-1]
+
+    @property
+    def _wanted(self) -> int:
+        return self._tokens[self._at % len(self._tokens)]
+
+    def _between(self, allowed: frozenset[int]) -> int:
+        """A token that is not the text's."""
+        allowed = allowed - _OPENING or allowed
+        newest = self._drawn[-_MOST_ALIKE:]
+        kinds = _NEAREST_FIRST
+        if len(newest) == _MOST_ALIKE and len({*newest}) == 1:
+            kinds = (_VISIBLE,) if self._random.random() < 0.7 else ()
+        return self._random.choice(sorted(next((found for kind in kinds if (found := allowed & kind)), allowed)))
+
+    def _skip_thought(self) -> None:
+        """After thinking that was cut short, go on with the text behind it."""
+        end = list(SCRIPTED_ANSWERS.think_end_ids)
+        if self._drawn[-len(end) :] == end:
+            places = range(self._at, len(self._tokens) - len(end) + 1)
+            self._at = next((at + len(end) for at in places if self._tokens[at : at + len(end)] == end), self._at)
+
+
+def _bits(mask: TokenMask) -> frozenset[int]:
+    """The tokens that it allows."""
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    return frozenset(np.flatnonzero(bits[:VOCABULARY]).tolist())
 
 
 class ScriptedEngine(GenerationEnginePort):
@@ -234,7 +312,8 @@ class ScriptedEngine(GenerationEnginePort):
         uid, request = self._next_uid, work.request
         stops = StopScanner(self._tokenizer, request.stop, min_tokens=request.min_tokens) if request.stop else None
         end_ids = EndIds.of(request, self._tokenizer.eos_ids)
-        script = _Script(work, end_ids.all, self._model)
+        make = _Script if work.guide is None else _GuidedScript
+        script = make(work, end_ids.all, self._model)
         n_reused = work.prefix.n_tokens if work.prefix else 0
         self._sequences[uid] = Sequence(uid, work, script, stops, end_ids, n_reused=n_reused)
         self._next_uid += 1
@@ -277,7 +356,10 @@ class ScriptedEngine(GenerationEnginePort):
             sequence.ended_by = "length"
         else:
             sequence.first_token_at = sequence.first_token_at or time.perf_counter()
-            sequence.add(script.token(len(sequence.generated)))
+            token = script.token(len(sequence.generated))
+            if sequence.error is not None:
+                return sequence.completion("failed", self._tokenizer, error=sequence.error)
+            sequence.add(token)
             if sequence.ended_by is None:
                 return None
             ids = (*sequence.work.prompt_ids, *sequence.generated[: sequence.n_kept])
@@ -295,6 +377,8 @@ class ScriptedProvider(ModelProviderPort):
     model: str = "scripted"
 
     def load(self) -> tuple[ScriptedEngine, LoadedModel]:
+        from stoker_worker.models.guides import byte_guides  # loads llguidance
+
         loaded = LoadedModel(
             name=self.model,
             fingerprint=hashlib.sha256(f"stoker {self.model} engine 1".encode()).hexdigest(),
@@ -306,6 +390,7 @@ class ScriptedProvider(ModelProviderPort):
             mode=ServingMode(Batching.BATCHED),
             max_batch=MaxBatch(self.max_batch),
             answer_format=SCRIPTED_ANSWERS,
+            guides=byte_guides(SCRIPTED_ANSWERS, special=("<end>", "<role>")),
         )
         engine = ScriptedEngine(max_batch=self.max_batch, steps_per_s=self.steps_per_s, model=self.model)
         return engine, loaded

@@ -9,10 +9,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from stoker_shared.errors import GuideRefused, StokerError
 from stoker_shared.request import GenerationRequest, Guide
@@ -449,3 +451,27 @@ class GrammarGuides:
     @property
     def _has_headers(self) -> bool:
         return self._form.first_state not in {"normal", "reasoning"}
+
+
+class _ByteTokens:
+    """The part of a `transformers` tokenizer that guides use: a token for each byte, and special ones after them."""
+
+    def __init__(self, special: Sequence[str]) -> None:
+        self.backend_tokenizer = Tokenizer(models.BPE({f"<0x{n:02X}>": n for n in range(256)}, [], byte_fallback=True))
+        self.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+        self.backend_tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special])
+
+    def __len__(self) -> int:
+        return int(self.backend_tokenizer.get_vocab_size())
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return list(text.encode())
+
+
+def byte_guides(form: AnswerFormat, special: Sequence[str]) -> GrammarGuides:
+    """Guides of answers whose tokens are bytes.
+
+    Args:
+        special: names of the tokens from 256 on; the first one ends an answer.
+    """
+    return GrammarGuides(SimpleNamespace(_tokenizer=_ByteTokens(special), eos_token_ids={256}), form)

@@ -298,7 +298,7 @@ def parsed_answer(request: GenerationRequest, completion: CompletedGeneration, c
         return None
     try:
         return json.loads(content, parse_constant=_refuse)
-    except (ValueError, RecursionError):  # a scripted model follows no grammar; a schema may nest without end
+    except (ValueError, RecursionError):  # a schema may nest without end
         return None
 
 

@@ -154,7 +154,7 @@ class Loader(threading.Thread):
             job.further_choices = (_NO_ANSWER,) * (request.n - 1)
             return Finished(_NO_ANSWER)
         job.filled_in = request = fitted(request, len(job.prompt.ids), model)
-        if model.guides is not None:
+        if model.guides is not None and request.is_guided:
             job.guide = model.guides.guide_for(request, job.prompt.ids)
         job.salt = self._salt(request)
         has_own = agent is not None or request.session is not None
