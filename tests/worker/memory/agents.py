@@ -260,6 +260,42 @@ def problems_of(store: AgentCacheStore) -> list[str]:
     return list(verify_store(store.parts))
 
 
+def restore_of_session(
+    store: AgentCacheStore,
+    prompt: Sequence[int],
+    *,
+    session: str = "s",
+    salt: str | None = None,
+    model: LoadedModel = MODEL,
+) -> Restored:
+    """What a call of a session is restored from, verified."""
+    restored = store.restore(prompt, agent=None, model=model, salt=salt, session=session)
+    if restored.prefix is not None:
+        for ours, theirs in zip(
+            cache_of(prompt[: restored.prefix.n_tokens], model), restored.prefix.layers, strict=True
+        ):
+            assert all((a == b).all() for a, b in zip(ours, theirs, strict=True))
+    return restored
+
+
+def call_of_session(
+    store: AgentCacheStore,
+    prompt: Sequence[int],
+    answer: Sequence[int] = (),
+    *,
+    session: str = "s",
+    salt: str | None = None,
+    model: LoadedModel = MODEL,
+) -> tuple[int, str | None]:
+    """A whole call: how many tokens came from the cache, and why not more. Then its cache is saved."""
+    restored = restore_of_session(store, prompt, session=session, salt=salt, model=model)
+    token_ids = (*prompt, *answer)
+    counts = boundaries(prompt, answer) if model.spec.snapshot_layers else []
+    cache = SequenceCache(len(token_ids), cache_of(token_ids, model), snapshots_of(token_ids, counts, model))
+    store.save_session(session, token_ids, cache, prompt_tokens=len(prompt), model=model, salt=salt)
+    return restored.prefix.n_tokens if restored.prefix else 0, restored.miss_reason
+
+
 def disk_bytes(store: Path) -> int:
     """As `du -s` says, without ``redis/``."""
     paths = [store, *(path for path in store.rglob("*") if store / "redis" not in (path, *path.parents))]

@@ -20,6 +20,7 @@ from tests.worker.memory.agents import (
     MODEL,
     Agent,
     boundaries,
+    call_of_session,
     disk_bytes,
     files_below,
     ids,
@@ -60,6 +61,7 @@ class Budget(RuleBasedStateMachine):
         self.files = FullFiles()
         self.transcripts: dict[str, tuple[int, ...]] = {}
         self.boundaries: dict[str, list[int]] = {}
+        self.said: tuple[int, ...] = ()
         self.damaged: set[Path] = set()
         self.pinned: frozenset[str] = frozenset()
         self.max_bytes: int | None = None
@@ -147,6 +149,23 @@ class Budget(RuleBasedStateMachine):
         self.done["uncached"] += result != turn.result
         token_ids = turn.transcript.token_ids
         self.transcripts[name], self.boundaries[name] = token_ids, self.boundaries_of(token_ids, ())
+
+    @rule(base=st.sampled_from(BASES), keep=st.integers(1, 1500), answer=st.integers(0, 60), fail_at=st.integers(0, 12))
+    def call(self, base: tuple[int, ...], keep: int, answer: int, fail_at: int) -> None:
+        """Of a session, which goes on or begins anew. Its cache may find the disk full."""
+        kept = self.claims(self.pinned)
+        goes_on = answer % 2 and len(self.said) < 1500
+        prompt, answered = (*self.said, *ids(answer, seed=keep)) if goes_on else base[:keep], ids(answer, seed=answer)
+        self.files.arm(fail_at, 1000 if fail_at else 0)
+        try:
+            n_tokens, _ = call_of_session(self.store, prompt, answered, model=self.model)
+            self.done["call"] += 1
+            self.done["call from the cache"] += n_tokens > 0
+        except OSError:
+            self.done["call that is not kept"] += 1
+        self.files.arm(0, 0)
+        self.said = (*prompt, *answered)
+        assert kept <= self.pieces(self.pinned)
 
     @precondition(lambda self: self.transcripts)
     @rule(pick=st.integers(0, 1000), keep=st.integers(0, 1500), new=st.integers(1, 100))
@@ -292,7 +311,17 @@ class Budget(RuleBasedStateMachine):
 def test_hundreds_of_random_operations(model: LoadedModel) -> None:
     Budget.done.clear()
     names = ("append", "replace", "load", "pin", "evict", "corrupt", "run_out_of_space", "reopen", "fork", "remove")
-    outcomes = ("evicted", "uncached", "memory", "disk", "whole", "fork job", "forget job", "rollback job")
+    outcomes: tuple[str, ...] = (
+        "evicted",
+        "uncached",
+        "memory",
+        "disk",
+        "whole",
+        "fork job",
+        "forget job",
+        "rollback job",
+    )
+    outcomes = (*outcomes, "call", "call from the cache", "call that is not kept")
     for examples in (EXAMPLES, 3 * EXAMPLES, 9 * EXAMPLES):  # hypothesis draws others after other tests
         run_state_machine_as_test(
             lambda: Budget(model),  # type: ignore[arg-type]  # any factory will do

@@ -1,7 +1,6 @@
 """Sessions: calls that carry their whole conversation find what the session's calls before them have cached."""
 
 import os
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -12,14 +11,14 @@ from tests.worker.memory.agents import (
     MODEL,
     SNAPSHOT_SPECS,
     Agent,
-    boundaries,
     cache_of,
+    call_of_session,
     files_below,
     ids,
     make_model,
     open_store,
     reopen,
-    snapshots_of,
+    restore_of_session,
     tidy,
 )
 
@@ -35,45 +34,12 @@ from stoker_worker.memory.replica.sharing import share
 from stoker_worker.memory.sessions import MOST_CONVERSATIONS, remove_session
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.memory.store_parts import opened
-from stoker_worker.ports import LoadedModel, Restored, SequenceCache
+from stoker_worker.ports import SequenceCache
+
+call, restore = call_of_session, restore_of_session
 
 LONG = ids(3000)
 OTHER = ids(3000, seed=9)
-
-
-def restore(
-    store: AgentCacheStore,
-    prompt: Sequence[int],
-    *,
-    session: str = "s",
-    salt: str | None = None,
-    model: LoadedModel = MODEL,
-) -> Restored:
-    restored = store.restore(prompt, agent=None, model=model, salt=salt, session=session)
-    if restored.prefix is not None:
-        for ours, theirs in zip(
-            cache_of(prompt[: restored.prefix.n_tokens], model), restored.prefix.layers, strict=True
-        ):
-            assert all((a == b).all() for a, b in zip(ours, theirs, strict=True))
-    return restored
-
-
-def call(
-    store: AgentCacheStore,
-    prompt: Sequence[int],
-    answer: Sequence[int] = (),
-    *,
-    session: str = "s",
-    salt: str | None = None,
-    model: LoadedModel = MODEL,
-) -> tuple[int, str | None]:
-    """A whole call: how many tokens came from the cache, and why not more. Then its cache is saved."""
-    restored = restore(store, prompt, session=session, salt=salt, model=model)
-    token_ids = (*prompt, *answer)
-    counts = boundaries(prompt, answer) if model.spec.snapshot_layers else []
-    cache = SequenceCache(len(token_ids), cache_of(token_ids, model), snapshots_of(token_ids, counts, model))
-    store.save_session(session, token_ids, cache, prompt_tokens=len(prompt), model=model, salt=salt)
-    return restored.prefix.n_tokens if restored.prefix else 0, restored.miss_reason
 
 
 def walk(store: AgentCacheStore) -> None:
@@ -168,6 +134,8 @@ def test_a_prompt_that_changes_early_is_named_as_such(tmp_path: Path) -> None:
     assert call(store, (*changed, 2)) == (950, None)
     assert call(store, (*LONG[:880], *OTHER[:100])) == (880, None)  # the last message was edited
     assert call(store, OTHER[:50]) == (0, None)  # a side call is shorter
+    Agent(store).say(ids(800, seed=3))
+    assert call(store, ids(1000, seed=3)) == (768, None)  # others have it
 
 
 def test_a_session_has_some_conversations_and_the_one_used_longest_ago_makes_room(tmp_path: Path) -> None:

@@ -196,6 +196,18 @@ def chain_back(connection: Connection, last: bytes | None) -> Iterator[Block]:
         last = bytes.fromhex(block.parent)
 
 
+def addresses_back(connection: Connection, last: bytes, most: int) -> Iterator[tuple[str, str]]:
+    """The addresses of a chain's blocks, each with its parent's, from the last one to the first; at most so many."""
+    return iter(
+        connection.execute(
+            "WITH RECURSIVE back (address, parent) AS (SELECT address, parent FROM blocks WHERE address = ?1 UNION ALL"
+            " SELECT blocks.address, blocks.parent FROM back JOIN blocks ON blocks.address = back.parent LIMIT ?2)"
+            " SELECT lower(hex(address)), lower(hex(parent)) FROM back",
+            (last, most),
+        )
+    )
+
+
 def block_sizes(connection: Connection, start: str, *, after: str, limit: int) -> list[Block]:
     """Blocks whose address starts with these hex digits (an even number), in the order of their addresses."""
     first = bytes.fromhex(start)

@@ -404,7 +404,9 @@ class PrefixLookup:
         except (OSError, Damaged) as error:
             _log.warning("session %r: its caches cannot be looked up: %s", lookup.session, error)
             return AgentBlocks(), None
-        reason = why_missed(kept, len(lookup.prompt.token_ids), has_snapshots=bool(lookup.model.spec.snapshot_layers))
+        has_snapshots = bool(lookup.model.spec.snapshot_layers)
+        n_there = 0 if has_snapshots else self._parts.blocks.n_there(lookup.prompt) * BLOCK_TOKENS
+        reason = why_missed(kept, len(lookup.prompt.token_ids), n_elsewhere=n_there, has_snapshots=has_snapshots)
         longest = max(kept, key=lambda one: one.n_common, default=None)
         if longest is None:
             return AgentBlocks(), None

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +23,7 @@ from stoker_worker.memory.database import Connection, Damaged
 from stoker_worker.memory.eviction import DiskBudget
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.transcripts import AgentRow
-from stoker_worker.memory.turn_saver import LOG_BYTES, all_sizes, own_pieces
+from stoker_worker.memory.turn_saver import LOG_BYTES, all_sizes, is_full, own_pieces
 from stoker_worker.ports import LoadedModel, SequenceCache
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 
@@ -42,6 +42,11 @@ _FIRST: Final = "\n"
 def is_of_session(name: str) -> bool:
     """Returns whether a row in `agents` is a session's."""
     return name.startswith(_FIRST)
+
+
+def shown(name: str) -> str:
+    """What a log calls a row in `agents`."""
+    return f"conversation of session {name.split(_FIRST)[1]!r}" if is_of_session(name) else f"agent {name!r}"
 
 
 def names_of(session: str, root: str) -> list[str]:
@@ -76,11 +81,12 @@ class KeptConversation:
         return self.n_common >= max(self.prompt_tokens - _OPENING_TOKENS, self.prompt_tokens // 2 + 1)
 
 
-def why_missed(kept: list[KeptConversation], n_prompt: int, *, has_snapshots: bool) -> str | None:
+def why_missed(kept: list[KeptConversation], n_prompt: int, *, n_elsewhere: int, has_snapshots: bool) -> str | None:
     """Why a prompt of `n_prompt` tokens finds less than its session has cached, if that is not how calls go on.
 
     Args:
         kept: the session's conversations, the one used last first.
+        n_elsewhere: how many tokens of the prompt others have cached.
         has_snapshots: whether the model resumes at snapshots only.
     """
     longest = max(kept, key=lambda one: one.n_common, default=None)
@@ -89,7 +95,7 @@ def why_missed(kept: list[KeptConversation], n_prompt: int, *, has_snapshots: bo
         return None
     if has_snapshots and longest.n_common and not longest.snapshots:
         return "no_snapshot"
-    if 2 * longest.n_common >= last.prompt_tokens:
+    if 2 * max(longest.n_common, n_elsewhere) >= last.prompt_tokens:
         return None
     return "evicted" if last.row.evicted and last.n_common == len(last.token_ids) else "prompt_changed"
 
@@ -127,8 +133,14 @@ class SessionCaches:
         """
         with self._budget.holds.using(None, chain.addresses):
             name, version = self._take(session, chain)
+            save = partial(self._save, name, version, chain, cache, prompt_tokens=prompt_tokens, model=model)
             try:
-                n_bytes = self._save(name, version, chain, cache, prompt_tokens=prompt_tokens, model=model)
+                n_bytes = save()
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                self._budget.free(LOG_BYTES + model.spec.bytes_per_token * len(chain.token_ids))
+                n_bytes = save()
             finally:
                 with self._lock:
                     self._saving.discard(name)
@@ -208,9 +220,9 @@ class SessionCaches:
             return 0, ()
         if (n_blocks := n_before.get(row.last_block.hex())) is not None:
             return n_blocks * BLOCK_TOKENS, ()
-        for block in islice(cache_index.chain_back(connection, row.last_block), _MOST_STEPS):
-            if block.parent in n_before:
-                return _after(self._blocks.path_of(model, block.address), n_before) or (0, ())
+        for address, parent in cache_index.addresses_back(connection, row.last_block, _MOST_STEPS):
+            if parent in n_before:
+                return _after(self._blocks.path_of(model, address), n_before) or (0, ())
         return 0, ()
 
 

@@ -205,7 +205,7 @@ class TurnSaver:
             raise
         except Exception as error:
             self._budget.not_saved(chain.paths(self._blocks.path_of) if chain else ())
-            is_of_cache = isinstance(error, CacheNotWritten) or _is_full(error)
+            is_of_cache = isinstance(error, CacheNotWritten) or is_full(error)
             if turn.cache is None or not is_of_cache:
                 raise
             reason = f"its cache is not saved: {error}"
@@ -215,7 +215,7 @@ class TurnSaver:
         try:
             return self._save(turn, chain)
         except OSError as error:
-            if not _is_full(error):
+            if not is_full(error):
                 raise
         self._budget.free(self._n_bytes(turn, chain))
         return self._save(turn, chain)
@@ -320,7 +320,8 @@ class _Written:
         return NextVersion(turn.agent_id, turn.version, record, record.delivery, self.result, layout)
 
 
-def _is_full(error: Exception) -> bool:
+def is_full(error: Exception) -> bool:
+    """Returns whether the disk has no room."""
     return isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT)
 
 

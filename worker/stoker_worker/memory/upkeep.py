@@ -24,7 +24,7 @@ from stoker_worker.memory.database import Connection, Damaged, DatabaseFailed, k
 from stoker_worker.memory.eviction import DiskBudget, Notes
 from stoker_worker.memory.locks import working_on
 from stoker_worker.memory.ram_cache import RamCache
-from stoker_worker.memory.sessions import is_of_session
+from stoker_worker.memory.sessions import is_of_session, shown
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.unsaved import UnsavedTurns
 from stoker_worker.periodic import Periodic
@@ -227,7 +227,7 @@ class Upkeep:
             removed = forget_unused(self._parts, unused, is_held=self._budget.holds.is_held)
         for agent_id in removed:
             self._ram_cache.drop(agent_id)
-            _log.info("agent %r removed: it was not used for %g s", agent_id, for_s - _TICK_S)
+            _log.info("%s removed: it was not used for %g s", shown(agent_id), for_s - _TICK_S)
         return bool(removed or not unused)
 
     def _has_work(self, agent_id: str) -> bool:
