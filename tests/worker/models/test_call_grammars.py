@@ -8,7 +8,10 @@ import jsonschema
 import pytest
 from tests.worker.models.test_grammars import allowed, asked
 from tests.worker.models.tool_formats import ARGUMENTS, CALLS, TOOL, wrapper
+from tests.worker.pipeline.answers import answer_to
+from tokenizers import AddedToken
 
+from stoker_shared.errors import GuideRefused
 from stoker_worker.models.answer_formats import answer_format
 from stoker_worker.models.guides import GrammarGuides
 
@@ -58,7 +61,7 @@ def tool(parameters: Any, name: str = "look") -> dict[str, Any]:
 class Model:
     """A model of random weights whose calls have the notation of a parser."""
 
-    def __init__(self, parser: str | None, added: tuple[str, ...] = ()) -> None:
+    def __init__(self, parser: str | None, added: tuple[Any, ...] = ()) -> None:
         self.wrapper = wrapper(parser, added)
         form = answer_format(self.wrapper)
         self.form = form
@@ -130,3 +133,54 @@ def test_whatever_is_drawn_is_read_by_the_parser_and_valid(parser, kind):
         jsonschema.validate(call["arguments"], tools[0]["function"]["parameters"])
         n_plain += is_plain
     assert n_plain == (12 if parser is None or kind in PLAIN.get(parser, ()) else 0)
+
+
+def closed(properties: Any, *required: str) -> dict[str, Any]:
+    """Of an object with these properties only: a drawn number of another one may be too large for JSON."""
+    return {"properties": properties, "required": [*required], "additionalProperties": False}
+
+
+SEVERAL = [
+    tool(closed({key: KINDS[key] for key in ("text", "whole", "flag", "word")}, "whole")),
+    tool({"type": "object", **closed({})}, "nothing"),
+    tool(closed({"text": TEXT, "number": KINDS["number"]}), "optional"),
+    tool(closed({"a key": TEXT, "b": TEXT}, "a key"), 'odd "name"'),
+]
+THINK = ("<think>", "</think>")
+SPECIAL = {
+    "function_gemma": ("<escape>",),
+    "gemma4": ('<|"|>',),
+    "glm47": ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "kimi_k2": ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    "kimi_k3": ("<|open|>", "<|close|>", "<|sep|>"),
+    "mistral": ("[ARGS]",),
+    "muse_spark": ("<|message|>", "<|eom|>", "<|start|>"),
+}
+"""Tokens inside a call that no text can write."""
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("parser", [*CALLS, None])
+def test_one_of_several_tools_is_called_after_the_thinking_whatever_tokens_the_notation_has(parser, is_special):
+    thinks = () if parser == "muse_spark" else THINK
+    markers = [answer_format(wrapper(parser)).tool_start, answer_format(wrapper(parser)).tool_end] if parser else []
+    special = [AddedToken(text, special=True) for text in (*SPECIAL.get(parser or "", ()), *filter(None, markers))]
+    model = Model(parser, (*thinks, *(special if is_special else ())))
+    names, thoughts = set(), 0
+    tools = SEVERAL[:3] if parser == "muse_spark" else SEVERAL
+    for seed in range(40):
+        text = model.text(tools, seed, max_reasoning_tokens=3)
+        answer = answer_to(text, model.form, tools=tools, tool_choice="required")
+        (call,) = answer.tool_calls
+        assert (answer.content, answer.finish_reason, answer.tool_error) == ("", "tool_calls", None)
+        called = {one["function"]["name"]: one["function"].get("parameters", {}) for one in tools}
+        jsonschema.validate(json.loads(call.function.arguments), called[call.function.name])
+        names.add(call.function.name)
+        thoughts += answer.reasoning is not None
+    assert names == {one["function"]["name"] for one in tools}
+    assert thoughts > 0 or not thinks
+
+
+def test_a_model_with_headers_and_a_tool_that_its_notation_cannot_carry_is_refused():
+    with pytest.raises(GuideRefused, match="odd"):
+        Model("muse_spark").text(SEVERAL, 0)

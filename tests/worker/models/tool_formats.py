@@ -47,7 +47,7 @@ CALLS: dict[str, str] = {
 
 def wrapper(
     parser: str | None,
-    added: tuple[str, ...] | None = None,
+    added: tuple[Any, ...] | None = None,
     *,
     template: str | None = None,
     eos: tuple[str, ...] = ("<eos>",),
