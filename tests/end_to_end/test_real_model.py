@@ -7,6 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
+import jsonschema
 import pytest
 from redis import Redis
 from rq import Queue
@@ -195,6 +196,28 @@ def test_a_damaged_block_and_another_models_store_cost_time_and_never_an_answer(
     result = ticket.result(timeout_s=1)
     assert (result.usage.cached_tokens, result.cache.miss_reason) == (0, "other_model")
     assert result.usage.prompt_tokens == len(expected)
+
+
+def test_a_model_without_a_tool_format_calls_the_tool_that_it_has_to(redis_url, run_worker):
+    city = {"type": "string", "enum": ["Oslo", "Rome"]}
+    schema = {"type": "object", "properties": {"city": city, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+              "required": ["city", "days"], "additionalProperties": False}  # fmt: skip
+    tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in ("weather", "trains")]
+    named: Any = {"type": "function", "function": {"name": "trains"}}
+    fields: dict[str, Any] = {
+        "messages": [user("The weather in Rome for three days?")],
+        "tools": tools,
+        "max_tokens": 80,
+    }
+    choices = [None, "required", named]
+    tickets = [Producer(redis_url).submit(tool_choice=choice, **fields) for choice in choices]
+    run_worker()
+    free, *called = [ticket.result(timeout_s=1) for ticket in tickets]
+    assert (free.tool_calls, free.tool_error) == (None, None)
+    for result in called:
+        assert (result.finish_reason, result.content, result.tool_error) == ("tool_calls", "", None)
+        jsonschema.validate(json.loads(result.tool_calls[0].function.arguments), schema)
+    assert called[1].tool_calls[0].function.name == "trains"
 
 
 def test_the_lines_of_a_batch_get_the_answers_of_single_jobs(redis_url, run_worker, tmp_path):
