@@ -30,7 +30,8 @@ class RequestTooLarge(RequestError):
 
 
 class ContextLimitExceeded(RequestError):
-    """prompt + max_tokens exceeds the model's context; the message has the numbers."""
+    """prompt + max_tokens exceeds the model's context. With `fit_max_tokens`, the prompt leaves no room for an answer
+    in the context, or in the worker's KV memory. The message has the numbers."""
 
 
 class BlockPoolTooSmall(RequestError):

@@ -6,7 +6,7 @@ import pytest
 from tests.worker.models.tiny_gguf import metadata, random_weights, write_gguf
 
 from stoker_shared import build_request
-from stoker_shared.errors import ModelNotLoadable
+from stoker_shared.errors import BlockPoolTooSmall, ModelNotLoadable
 from stoker_worker.engine.provider import MlxProvider
 from stoker_worker.engine.scripted import ScriptedProvider
 from stoker_worker.ports import GenerationWork
@@ -66,6 +66,26 @@ def test_the_engine_answers_prompts_of_the_models_tokenizer(make_provider):
     assert len(completion.cache.layers) == len(model.spec.full_layers)
     assert model.has_memory
     assert model.context_tokens > n_prompt + 3
+    assert max(completion.generated_ids) < model.vocabulary < 1000
+
+
+@pytest.mark.mlx
+def test_a_sequence_that_fits_the_kv_memory_is_taken_and_one_of_a_token_more_is_not(tmp_path):
+    def use(engine, model):
+        ids = tuple(model.tokenizer.encode("hello", special_start=True))
+
+        def submit(n_tokens):
+            request = build_request({"prompt": "hello", "max_tokens": n_tokens - len(ids)})
+            engine.submit(GenerationWork(request, ids))
+
+        submit(model.kv_tokens)
+        with pytest.raises(BlockPoolTooSmall):
+            submit(model.kv_tokens + 1)
+        engine.close()
+        return model
+
+    model = on_a_thread(mlx_provider(tmp_path, kv_max_bytes=1 << 20), use)
+    assert 256 < model.kv_tokens < 32_000
 
 
 def test_the_same_model_has_the_same_identity_after_a_restart(make_provider):
