@@ -26,7 +26,7 @@ ALONE := tests/chaos/test_chaos.py
 # What the pages link to.
 SITE_PAGES := README.md CHANGELOG.md CONTRIBUTING.md LICENSE docs docker experiments producer shared worker
 
-.PHONY: all demo quick test fuzz zoo models deep chaos bench lint types format docs fast-blas clean
+.PHONY: all demo quick test fuzz zoo models deep chaos clients bench lint types format docs fast-blas clean
 
 # What runs on a schedule: the tests of `make test`, and with them the experiments' quick runs, their reports and figures.
 all: LANE =
@@ -71,6 +71,18 @@ deep: .venv/dev
 chaos: .venv/dev
 	CHAOS=long MIXED_SEEDS="1 2 3 4" $(BIN)/pytest -s tests/chaos tests/end_to_end/test_batches.py \
 		tests/end_to_end/test_mixed_agent_jobs.py tests/end_to_end/test_four_workers_share.py
+
+# Real clients, unmodified: Python and Node packages, lm-eval, guidellm, Codex and Claude Code. Writes their table in
+# docs/serve.md.
+clients: .venv/dev .cache/clients fast-blas
+	CLIENTS=1 $(BIN)/pytest --timeout=0 tests/clients
+
+.cache/clients: tests/clients/python.txt tests/clients/evaluation.txt tests/clients/package.json
+	$(PYTHON) -m venv $@/python && $@/python/bin/pip install -q -r tests/clients/python.txt
+	$(PYTHON) -m venv $@/evaluation && $@/evaluation/bin/pip install -q -r tests/clients/evaluation.txt
+	mkdir -p $@/node && cp tests/clients/package.json $@/node && npm install --no-fund --no-audit --prefix $@/node
+	node $@/node/node_modules/@anthropic-ai/claude-code/install.cjs
+	touch $@
 
 # Short forms of the experiments that compare, in under ten minutes: one table of ratios.
 bench: .venv/dev fast-blas
