@@ -4,11 +4,22 @@ import json
 import os
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from tests.worker.cli.conftest import LONG, Command
-from tests.worker.memory.agents import SNAPSHOT_SPECS, Agent, files_below, ids, make_model, only, open_store, using
+from tests.worker.memory.agents import (
+    SNAPSHOT_SPECS,
+    Agent,
+    call_of_session,
+    files_below,
+    ids,
+    make_model,
+    only,
+    open_store,
+    using,
+)
 from tests.worker.memory.in_flight_process import another_process_working_on
 
 from stoker_worker.memory.admin.verify import verify_store
@@ -123,6 +134,23 @@ def test_rm_asks_first(command: Command, two_agents: Path) -> None:
     assert content(two_agents) == before
     command("rm", "a", input="y\n")
     assert content(two_agents) != before
+
+
+def test_rm_removes_a_session_beside_the_worker_and_no_agent(command: Command, two_agents: Path) -> None:
+    with closing(open_store(two_agents)) as store:
+        before = blocks(two_agents)
+        call_of_session(store, ids(600, seed=5), session="s")
+        call_of_session(store, ids(600, seed=6), session="kept")
+        done = json.loads(command("rm", "--session", "s", "--json").stdout)
+        assert done == {"session": "s", "conversations": 1, "blocks": 2}
+        assert len(blocks(two_agents) - before) == 2
+        assert call_of_session(store, ids(610, seed=5), session="s") == (0, None)
+        assert call_of_session(store, ids(610, seed=6), session="kept") == (600, None)
+    listed = json.loads(command("ls", "--json").stdout)
+    assert sorted(agent["agent_id"] for agent in listed) == ["a", "b"]
+    command("rm", ok=False)
+    command("rm", "a", "--session", "s", ok=False)
+    assert_sound(two_agents)
 
 
 # --- fork and rollback ---
