@@ -189,6 +189,20 @@ def test_a_session_goes_when_it_was_unused_for_long_and_its_agents_stay(tmp_path
         assert list(verify_store(store.parts)) == []
 
 
+def test_a_session_without_cache_goes_after_an_hour(tmp_path: Path) -> None:
+    with closing(open_store(tmp_path)) as store:
+        store.pin(frozenset(), frozenset())
+        call(store, LONG[:100])
+        store.budget.free(1 << 40)
+        call(store, OTHER[:100])
+        forget_unused(store)
+        assert conversations(store) == 2
+        store.parts.database.commit(partial(transcripts.advance_clock, seconds=4000))
+        forget_unused(store)
+        assert conversations(store) == 1
+        assert call(store, OTHER[:110]) == (100, None)
+
+
 def test_a_damaged_tail_costs_the_tokens_in_it(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     call(store, LONG[:600])

@@ -411,7 +411,8 @@ class PrefixLookup:
         if longest is None:
             return AgentBlocks(), None
         row = longest.row
-        self._notes.used(row.agent_id)
+        if longest.goes_on:
+            self._notes.used(row.agent_id)
         owner = AgentVersion(row.agent_id, row.version, None, evicted=row.evicted)
         return AgentBlocks(longest.token_ids, longest.tail, longest.snapshots, owner), reason
 

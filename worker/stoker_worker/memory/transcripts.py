@@ -444,18 +444,18 @@ def unused_s(connection: Connection, agent_id: str) -> float | None:
 
 
 def unused_agents(
-    connection: Connection, *, for_s: float, after: tuple[float, int], limit: int, of_sessions: bool = False
+    connection: Connection, *, for_s: float, after: tuple[float, int], limit: int, where: str
 ) -> list[tuple[float, int, str]]:
     """Agents that were not used while workers ran for this time: the store's clock at their last use, their numbers
     and ids, in this order.
 
     Args:
         after: the first two of the last agent that is known.
-        of_sessions: conversations of sessions instead.
+        where: which of them: a condition.
     """
     return connection.execute(
         f"SELECT used_clock_s, number, agent_id FROM agents WHERE used_clock_s < {_CLOCK} - ?"
-        f" AND (used_clock_s, number) > (?, ?) AND {'' if of_sessions else 'NOT '}{IS_OF_SESSION}"
+        f" AND (used_clock_s, number) > (?, ?) AND {where}"
         " ORDER BY used_clock_s, number LIMIT ?",
         (for_s, *after, limit),
     ).fetchall()

@@ -89,6 +89,7 @@ _ROWS_AT_ONCE: Final = 128
 _AGENTS_AT_ONCE: Final = 8
 _TICK_S: Final = 60.0
 """How long the store's clock is the same."""
+_FORGET_EMPTY_S: Final = 3600.0
 _MOST_PAGES: Final = 64
 _NO_AGENT: Final = ""
 
@@ -145,7 +146,7 @@ class Upkeep:
         while self._database.commit(partial(transcripts.forget_answers, now=time.time())):
             yield
         if self._agent_ttl_s is not None:
-            yield from self._forget_unused(self._agent_ttl_s, of_sessions=False)
+            yield from self._forget_unused(self._agent_ttl_s, f"NOT {transcripts.IS_OF_SESSION}")
         self._budget.make_room()
         self._database.shorten_log()
 
@@ -153,7 +154,10 @@ class Upkeep:
         """The steps of each minute: there may be many conversations, and their clock goes no faster. Each raises as
         those of `tidy`."""
         if self._session_ttl_s is not None:
-            yield from self._forget_unused(self._session_ttl_s, of_sessions=True)
+            yield from self._forget_unused(self._session_ttl_s, transcripts.IS_OF_SESSION)
+        # Without cache there is nothing to keep, and names that come once would be many.
+        without_cache = f"{transcripts.IS_OF_SESSION} AND NOT {cache_index.HAS_CACHE}"
+        yield from self._forget_unused(_FORGET_EMPTY_S, without_cache)
 
     def walk(self) -> Iterator[None]:
         """The steps of a comparison of all cache files with their index. Each raises as those of `tidy`."""
@@ -198,16 +202,14 @@ class Upkeep:
         seconds, self._ticked_at = min(max(0.0, now - self._ticked_at), _TICK_S), now
         self._database.commit(partial(transcripts.advance_clock, seconds=seconds))
 
-    def _forget_unused(self, ttl_s: float, *, of_sessions: bool) -> Iterator[None]:
+    def _forget_unused(self, ttl_s: float, where: str) -> Iterator[None]:
         """In steps, and not all of a great many at once: other work comes between. Each is looked at once."""
         for_s, after = ttl_s + _TICK_S, (float("-inf"), 0)  # the last use may be a tick later than the clock was
         # Their jobs wait meanwhile, and a shared store is asked about each.
         at_once = 1 if self._parts.replica.is_shared else _AGENTS_AT_ONCE
         for _ in range(_MOST_PAGES):
             with self._database.snapshot() as connection:
-                page = transcripts.unused_agents(
-                    connection, for_s=for_s, after=after, limit=_ROWS_AT_ONCE, of_sessions=of_sessions
-                )
+                page = transcripts.unused_agents(connection, for_s=for_s, after=after, limit=_ROWS_AT_ONCE, where=where)
             if not page:
                 return
             after = page[-1][:2]

@@ -634,7 +634,7 @@ def test_an_agent_that_nobody_uses_is_forgotten_everywhere_and_a_copy_of_one_tha
             os.utime(path, (time.time() - 1000, time.time() - 1000))
 
     def is_here(name: str) -> bool:
-        list(one.store.local._upkeep._forget_unused(500, of_sessions=False))
+        list(one.store.local._upkeep._forget_unused(500, f"NOT {transcripts.IS_OF_SESSION}"))
         with one.store.local.parts.database.snapshot() as connection:
             return transcripts.find_agent(connection, name) is not None
 
