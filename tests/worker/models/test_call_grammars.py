@@ -31,6 +31,8 @@ KINDS: dict[str, Any] = {
     "text or null": {"anyOf": [TEXT, {"type": "null"}]},
     "whole or null": {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None},
     "types": {"type": ["string", "integer"], "maxLength": 9},
+    "long": {"type": "string", "minLength": 1, "maxLength": 4000, "enum": ["a" * 2000, "b"]},
+    "too long": {"type": "string", "minLength": 101, "maxLength": 103},
     "pattern": {"type": "string", "pattern": "^[a-c]{2,9}$"},
 }
 POINT = {
@@ -40,12 +42,12 @@ POINT = {
     "additionalProperties": False,
 }
 PLAIN = {
-    "function_gemma": {"list", "object", "types", "pattern"},
-    "gemma4": {"list", "types", "pattern"},
-    "qwen3_coder": {"whole or null", "types", "pattern"},
-    "minimax_m2": {"object", "types", "pattern"},
-    "minicpm5": {"object", "types", "pattern"},
-    **{name: {"pattern"} for name in ("glm47", "laguna")},
+    "function_gemma": {"list", "object", "types", "pattern", "too long"},
+    "gemma4": {"list", "types", "pattern", "too long"},
+    "qwen3_coder": {"whole or null", "types", "pattern", "too long"},
+    "minimax_m2": {"object", "types", "pattern", "too long"},
+    "minicpm5": {"text", "least", "text or null", "object", "types", "pattern", "too long"},
+    **{name: {"pattern", "too long"} for name in ("glm47", "laguna")},
 }
 """The kinds of values that a notation cannot write so that its parser reads them."""
 
@@ -184,3 +186,23 @@ def test_one_of_several_tools_is_called_after_the_thinking_whatever_tokens_the_n
 def test_a_model_with_headers_and_a_tool_that_its_notation_cannot_carry_is_refused():
     with pytest.raises(GuideRefused, match="odd"):
         Model("muse_spark").text(SEVERAL, 0)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("most", [None, 100])
+@pytest.mark.parametrize("parser", [name for name in CALLS if name not in OTHER_FORMS | {"muse_spark"}])
+def test_a_text_of_some_length_stays_within_the_limits_of_a_lexer_with_a_whole_vocabulary(parser, most, smollm2):
+    from mlx_lm.tokenizer_utils import TokenizerWrapper, load
+
+    if parser == "minicpm5" and most:
+        pytest.skip("it writes a text that is limited as a plain call")
+    model = Model(parser)
+    tokenizer = load(smollm2)._tokenizer
+    tokenizer.init_kwargs["tool_parser_type"] = parser
+    markers = {"tool_call_start": model.form.tool_start, "tool_call_end": model.form.tool_end}
+    model.wrapper = TokenizerWrapper(tokenizer, tool_parser=model.form.parse_call, **markers)
+    model.maker = GrammarGuides(model.wrapper, answer_format(model.wrapper))
+    text = {"type": "string"} if most is None else {"type": "string", "maxLength": most}
+    tools = [tool({"properties": {"city": text, "days": {"type": "integer"}}, "required": ["city"]}, "weather")]
+    said = CALLS[parser].replace("São <Paulo>", ("São <Paulo>, Zürich </b>. " * 60)[: most or 1500].strip())
+    assert model.accepts(f"{model.form.tool_start}{said}{model.form.tool_end}", tools)

@@ -25,6 +25,10 @@ Schema = Mapping[str, Any]
 
 _ANNOTATIONS: Final = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})
 _OF_PARAMETERS: Final = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
+_MOST_COUNTED: Final = 100
+"""Most characters of a text that are counted: with each one, a lexer that also looks for the marker grows. llguidance
+counts those of a JSON string with less."""
+
 _MOST_LEVELS: Final = 8
 """Of references and alternatives inside one another that are followed."""
 
@@ -112,7 +116,8 @@ class _Parameters:
 
     def json(self, schema: Schema, **options: Any) -> str:
         """Lark of the JSON of a value."""
-        return f"%json {json.dumps({**schema, **self.definitions, 'x-guidance': {**JSON_OPTIONS, **options}})}"
+        definitions = self.definitions if '"$ref"' in json.dumps(schema) else {}
+        return f"%json {json.dumps({**schema, **definitions, 'x-guidance': {**JSON_OPTIONS, **options}})}"
 
     def kinds(self, schema: Schema, levels: int = _MOST_LEVELS) -> frozenset[str] | None:
         """JSON's names of the types that its values have; ``None``: any, or unknown."""
@@ -234,6 +239,8 @@ class _Writer:
             if not choices or any(re.fullmatch(wrong, one) or one != one.strip() for one in choices):
                 return None
             return f"({' | '.join(map(literal, choices))}) {line} {end_items}"
+        if max(text.least, text.most or 0) > _MOST_COUNTED:
+            return None
         size = f"{{{text.least},{'' if text.most is None else text.most}}}"
         body = [rf"/[^\x00]{size}/", f"~/(?s:{excluded})/"]
         body += [rf"/({edge}([^\x00]*{edge})?)?/"] if stripped else []
@@ -344,6 +351,8 @@ class _Tags(_OneByOne):
         without = (self.after.strip(), writer.tokens.end)
         if not self.has_cdata:
             return written(self.end, without=without)
+        if (text.least, text.most) != (0, None) and text.choices is None:
+            return None  # to count in both forms is too much for llguidance's lexer
         plain = written(self.end, without=(*without, "<![CDATA["))
         section = written("]]>" + self.end, without=(*without, "]]>", self.end), stripped=False)
         return plain and section and f'{plain} | "<![CDATA[" {section}'
