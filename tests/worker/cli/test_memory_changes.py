@@ -141,6 +141,12 @@ def test_rm_removes_a_session_beside_the_worker_and_no_agent(command: Command, t
         before = blocks(two_agents)
         call_of_session(store, ids(600, seed=5), session="s")
         call_of_session(store, ids(600, seed=6), session="kept")
+        sessions = json.loads(command("ls", "--sessions", "--sort", "name", "--json").stdout)
+        assert [(one["session"], one["tokens"], one["turns"]) for one in sessions] == [("kept", 600, 1), ("s", 600, 1)]
+        assert [
+            one["session"] for one in json.loads(command("ls", "--sessions", "--match", "[s-z]", "--json").stdout)
+        ] == ["s"]
+        assert command("ls", "--sessions", "--limit", "1").stdout.startswith("SESSION ")
         done = json.loads(command("rm", "--session", "s", "--json").stdout)
         assert done == {"session": "s", "conversations": 1, "blocks": 2}
         assert len(blocks(two_agents) - before) == 2

@@ -77,8 +77,17 @@ def say(as_json: bool, values: dict[str, Any], words: str) -> None:
     help="Last used first; largest first; most turns first; by name.",
 )  # fmt: skip
 @click.option("--match", metavar="GLOB", help="Agents whose id matches, as in 'night-*'.")
+@click.option("--sessions", is_flag=True, help="The conversations that sessions keep caches of, instead of agents.")
 def ls(
-    *, store: Path, as_json: bool, limit: int | None, offset: int, is_all: bool, sort: "Sort", match: str | None
+    *,
+    store: Path,
+    as_json: bool,
+    limit: int | None,
+    offset: int,
+    is_all: bool,
+    sort: "Sort",
+    match: str | None,
+    sessions: bool,
 ) -> None:
     """List the agents: newest version, size, last use, state."""
     from stoker_worker.memory.admin.listing import Page, count_agents, list_agents
@@ -86,7 +95,7 @@ def ls(
 
     if is_all and limit is not None:
         raise click.UsageError("--all has no --limit")
-    page = Page(sort, match, limit or (None if is_all or as_json else _PAGE), offset)
+    page = Page(sort, match, limit or (None if is_all or as_json else _PAGE), offset, sessions)
     with closing(open_database(store)) as database, refused_if_damaged(store):
         agents = list_agents(database.snapshot, page)
         if as_json:
@@ -98,12 +107,12 @@ def ls(
             return
         from stoker_worker.cli.memory_tables import print_list
 
-        n_shown = print_list(agents)
+        n_shown = print_list(agents, of="session" if sessions else "agent")
         with database.snapshot() as connection:
             n_all = count_agents(connection, page)
     if n_shown < n_all:
         more = f"; --offset {offset + n_shown} for more" if offset + n_shown < n_all else ""
-        click.echo(f"{n_shown} of {n_all} agents{more}; --all for all", err=True)
+        click.echo(f"{n_shown} of {n_all} {'conversations' if sessions else 'agents'}{more}; --all for all", err=True)
 
 
 @command

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 from rich.cells import cell_len
@@ -16,16 +16,17 @@ if TYPE_CHECKING:  # a list of agents needs none of what these load
     from stoker_worker.ports import Transcript
 
 
-def print_list(agents: Iterable[Sequence[str]]) -> int:
-    """Print one line for each agent, from its JSON, some at a time; returns how many."""
+def print_list(agents: Iterable[Sequence[str]], *, of: Literal["agent", "session"]) -> int:
+    """Print one line for each agent or conversation, from its JSON, some at a time; returns how many."""
     lines: list[Sequence[object]] = [
-        ["AGENT", "VERSION", "TURNS", "TOKENS", "CACHED", "SIZE", "TRANSCRIPT", "PIECES", "BLOCKS", "USED", "STATE"]
+        [of.upper(), "VERSION", "TURNS", "TOKENS", "CACHED", "SIZE", "TRANSCRIPT", "PIECES", "BLOCKS", "USED", "STATE"]
     ]
     widths, n_agents = [0] * len(lines[0]), 0
     for some in agents:
         lines += [
             (
-                *(agent[name] for name in ("agent_id", "version", "turns", "tokens", "cached_tokens")),
+                agent["agent_id" if of == "agent" else of],
+                *(agent[name] for name in ("version", "turns", "tokens", "cached_tokens")),
                 *(decimal(agent[name]) for name in ("size_bytes", "transcript_bytes", "piece_bytes", "block_bytes")),
                 _time(agent["last_used"]),
                 agent["state"] if agent["problem"] is None else f"{agent['state']}: {agent['problem']}",

@@ -34,8 +34,10 @@ _REST: Final = f"printf('{_FORM}, \"last_used\": ', {', '.join(_COUNTS.values())
 """Columns that no checksum covers: in a damaged row, a value of any type is printed as a number."""
 _SIZED: Final = "agents LEFT JOIN blocks ON address = last_block"
 _ROWS: Final = f"SELECT number, agent_id, key, version, head, unsaved, checksum, {_REST} FROM {_SIZED}"
-_AGENTS: Final = "number NOT IN (SELECT number FROM agents WHERE agent_id < ' ')"
-"""Without the rows of sessions, which an index has: no row is read for it."""
+_SESSIONS: Final = "agent_id < ' '"
+"""As `transcripts.IS_OF_SESSION`."""
+_AGENTS: Final = f"number NOT IN (SELECT number FROM agents WHERE {_SESSIONS})"
+"""An index has the others: no row is read for this."""
 _OK: Final = '"ok", "problem": null'
 _UNSAVED: Final = '"unsaved", "problem": "its last turn was not saved"'
 _DAMAGED: Final = '"unreadable", "problem": "its row is damaged"'
@@ -56,18 +58,20 @@ class Page:
         match: a pattern of the ids, with ``*``, ``?`` and ``[...]``.
         limit: most agents; ``None``: all.
         offset: agents of this order that come before the page.
+        of_sessions: the conversations that sessions keep caches of, instead of agents. `match` is of sessions then.
     """
 
     sort: Sort = "used"
     match: str | None = None
     limit: int | None = None
     offset: int = 0
+    of_sessions: bool = False
 
 
 def list_agents(snapshot: Snapshot, page: Page) -> Iterator[list[str]]:
     """A JSON object for each agent of the page: as much of `AgentSummary` as its row holds, and ``size_bytes``, of its
-    transcript, pieces and blocks. The ``state`` is ``unreadable`` only if that row is damaged. An agent that goes
-    meanwhile is left out.
+    transcript, pieces and blocks. A conversation has its ``session`` in place of ``agent_id``. The ``state`` is
+    ``unreadable`` only if that row is damaged. An agent that goes meanwhile is left out.
 
     Returns:
         a few hundred objects at a time.
@@ -100,7 +104,8 @@ def _line(row: tuple[Any, ...]) -> str:
     # As `transcripts.row_of` checks it.
     if key != key_of(str(agent_id)) or checksum != agent_checksum(number, agent_id, version, head, unsaved):
         agent_id, version, state = str(agent_id), version if isinstance(version, int) else 0, _DAMAGED
-    return f'{{"agent_id": {_quoted(agent_id)}, "version": {version}, {rest}, "state": {state}}}'
+    kind, name = ("session", agent_id.split("\n")[1]) if agent_id.startswith("\n") else ("agent_id", agent_id)
+    return f'{{"{kind}": {_quoted(name)}, "version": {version}, {rest}, "state": {state}}}'
 
 
 def count_agents(connection: Connection, page: Page) -> int:
@@ -110,4 +115,5 @@ def count_agents(connection: Connection, page: Page) -> int:
 
 
 def _where(page: Page) -> tuple[str, tuple[str, ...]]:
-    return (f"WHERE {_AGENTS}", ()) if page.match is None else (f"WHERE {_AGENTS} AND agent_id GLOB ?", (page.match,))
+    where, pattern = (_SESSIONS, f"\n{page.match}\n*") if page.of_sessions else (_AGENTS, page.match)
+    return (f"WHERE {where}", ()) if page.match is None else (f"WHERE {where} AND agent_id GLOB ?", (str(pattern),))
