@@ -112,6 +112,7 @@ class Choice(Record):
         parsed: the value of a JSON answer that was asked for with `response_format`, if the answer is whole.
         finish_reason: ``stop`` (end of sequence, a stop string or stop token), ``length`` (`max_tokens`) or
             ``tool_calls``.
+        stop_string: the one of `stop` that ended the answer, else ``None``.
     """
 
     text: str
@@ -121,6 +122,7 @@ class Choice(Record):
     tool_calls: list[ToolCall] | None = None
     tool_error: str | None = None
     parsed: Any = None
+    stop_string: str | None = None
     logprobs: Logprobs | None = None
 
     @property

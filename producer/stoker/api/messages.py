@@ -348,7 +348,7 @@ class Messages:
         return {
             **_frame(result.job_id, result.model),
             "content": _content(result),
-            "stop_reason": _STOP_REASONS[result.finish_reason],
+            **_stop(result),
             "usage": _usage(result),
         }
 
@@ -386,6 +386,12 @@ MESSAGES: Final = Messages()
 TOKEN_COUNT: Final = TokenCount()
 
 _STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def _stop(choice: Choice) -> dict[str, Any]:
+    is_by_string = choice.stop_string is not None and choice.finish_reason == "stop"
+    reason = "stop_sequence" if is_by_string else _STOP_REASONS[choice.finish_reason]
+    return {"stop_reason": reason, "stop_sequence": choice.stop_string}
 
 
 def _frame(job_id: str, model: str) -> dict[str, Any]:
@@ -460,8 +466,7 @@ class Events:
         for delta in first.rest(result):
             yield from self.more(delta)
         yield from self._stop()
-        ended = {"stop_reason": _STOP_REASONS[result.finish_reason], "stop_sequence": None}
-        yield _named({"type": "message_delta", "delta": ended, "usage": _usage(result)})
+        yield _named({"type": "message_delta", "delta": _stop(result), "usage": _usage(result)})
         yield _named({"type": "message_stop"})
 
     def failed(self, failure: Failure) -> Iterator[bytes]:

@@ -342,6 +342,8 @@ def test_the_reasons_to_stop_are_anthropics():
         "tool_use"
     ]
     assert answer(text="")["content"] == []
+    found = answer(stop_string="END")
+    assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", "END")
     assert answer(TOKEN_COUNT) == {"input_tokens": 10}
 
 

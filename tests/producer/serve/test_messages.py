@@ -153,6 +153,12 @@ def test_what_is_no_call_at_all_is_refused_in_the_same_form(served):
     assert httpx.get(url).json()["type"] == "error"
 
 
+def test_a_prompt_is_counted_without_an_answer(claude, hand):
+    assert claude.messages.count_tokens(model="m", messages=said("say x")["messages"], system="s").input_tokens == 10
+    last = hand.request(hand.all_jobs()[-1])
+    assert (last["max_tokens"], [message["content"] for message in last["messages"]]) == (0, ["s", "say x"])
+
+
 def test_a_session_is_a_hint_that_an_agent_makes_needless(claude, hand):
     def request(**headers):
         answer = ask(claude, "say x", metadata={"user_id": '{"session_id": "s1"}'}, extra_headers=headers)

@@ -129,7 +129,7 @@ def test_a_stop_string_and_everything_after_it_are_cut_from_text_and_cache(side)
     (plain,) = run(side.engine(), [side.work(1)])
     stop = plain.text[5:8]
     (done,) = run(side.engine(), [side.work(1, stop=[stop])])
-    assert (done.outcome, done.ended_by) == ("finished", "stop")
+    assert (done.outcome, done.ended_by, done.stop_string) == ("finished", "stop", stop)
     assert done.text == plain.text[: plain.text.index(stop)]
     assert side.tokenizer.decode(done.generated_ids[: done.kept]) + done.carry_text == done.text
     assert done.cache.n_tokens == len(side.work(1).prompt_ids) + done.kept
@@ -140,7 +140,7 @@ def test_a_stop_token_ends_the_answer_and_is_neither_in_text_nor_in_the_transcri
     stop = plain.generated_ids[5]
     n = plain.generated_ids.index(stop)
     (done,) = run(side.engine(), [side.work(1, stop_token_ids=[stop], stop=["never said"])])
-    assert (done.outcome, done.ended_by) == ("finished", "stop")
+    assert (done.outcome, done.ended_by, done.stop_string) == ("finished", "stop", None)
     assert (done.generated_ids, done.kept, done.carry_text) == (plain.generated_ids[: n + 1], n, "")
     assert done.text == side.tokenizer.decode(done.generated_ids[:n])
     assert done.cache.n_tokens == len(side.work(1).prompt_ids) + n

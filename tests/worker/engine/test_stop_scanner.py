@@ -114,6 +114,6 @@ def test_scanning_byte_by_byte_agrees_with_searching_the_whole_text(text, stop):
 
 
 def test_a_stop_string_of_the_first_tokens_does_not_count_and_a_later_one_does():
-    scanner = StopScanner(ScriptedTokenizer(), ["ab", "longer than ab"], min_tokens=2)
+    scanner = StopScanner(ScriptedTokenizer(), ["longer than ab", "ab"], min_tokens=2)
     assert [scanner.add(byte) for byte in b"abcab"] == [False] * 4 + [True]
-    assert scanner.cut() == ("abc", 3, "")
+    assert (scanner.cut(), scanner.found) == (("abc", 3, ""), "ab")

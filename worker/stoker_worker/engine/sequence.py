@@ -234,6 +234,7 @@ class Sequence:
             generated_ids=tuple(self.generated),
             text=text,
             ended_by=self.ended_by if finished else None,
+            stop_string=self._scanner_that_found.found if finished and self._scanner_that_found else None,
             kept=self.n_kept if finished else 0,
             carry_text=carry_text,
             cache=cache,

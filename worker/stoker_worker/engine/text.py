@@ -64,7 +64,11 @@ class GrowingText:
 
 
 class StopScanner:
-    """Takes token ids, and finds the first stop string in their text and the place to cut."""
+    """Takes token ids, and finds the first stop string in their text and the place to cut.
+
+    Attributes:
+        found: the stop string, once it is complete.
+    """
 
     def __init__(self, tokenizer: TokenizerPort, stops: Sequence[str], *, min_tokens: int = 0) -> None:
         """
@@ -77,6 +81,7 @@ class StopScanner:
         self._overlap = max(len(stop) for stop in stops) - 1
         self._boundaries: list[tuple[int, int]] = [(0, 0)]  # (tokens, characters) at every whole-character point
         self._cut: int | None = None
+        self.found: str | None = None
 
     @property
     def has_found(self) -> bool:
@@ -109,8 +114,8 @@ class StopScanner:
             return False
         # Each from its own length before the new text: one that the text had already did not count.
         ends = ((stop, max(0, n_before - len(stop) + 1)) for stop in self._stops)
-        found = [at for stop, start in ends if (at := self._growing.text.find(stop, start)) >= 0]
-        self._cut = min(found, default=None)
+        found = [(at, stop) for stop, start in ends if (at := self._growing.text.find(stop, start)) >= 0]
+        self._cut, self.found = min(found, default=(None, None))
         return self._cut is not None
 
     def cut(self) -> tuple[str, int, str]:

@@ -40,7 +40,7 @@ class Answer:
         text: as generated.
         content: without thinking and without calls. White space at its end goes with them, and what they leave at its
             beginning.
-        reasoning, tool_calls, tool_error, parsed: as in `stoker_shared.result.Choice`.
+        reasoning, tool_calls, tool_error, parsed, stop_string: as in `stoker_shared.result.Choice`.
         reasoning_tokens: how many of the generated tokens are thinking, the markers not counted.
         opened: see `OwnMessage`.
     """
@@ -54,6 +54,7 @@ class Answer:
     reasoning_tokens: int = 0
     opened: str = ""
     parsed: Any = None
+    stop_string: str | None = None
 
     def fields(self) -> dict[str, Any]:
         """Those of a `Choice`, except its log-probabilities."""
@@ -65,6 +66,7 @@ class Answer:
             "tool_calls": list(self.tool_calls) or None,
             "tool_error": self.tool_error,
             "parsed": self.parsed,
+            "stop_string": self.stop_string,
         }
 
     def message(self) -> Message:
@@ -111,6 +113,7 @@ def read_answer(
         reasoning_tokens=_reasoning_tokens(completion, form, is_open=bool(prompt.opened), has_calls=bool(found)),
         opened=prompt.opened,
         parsed=parsed_answer(request, completion, said),
+        stop_string=completion.stop_string,
     )
 
 

@@ -177,6 +177,7 @@ class CompletedGeneration:
         cache: up to the last kept token, or without answer tokens up to the last but one of the prompt; ``None`` if it
             is not to be saved.
         cached_tokens: tokens of the prompt that were restored instead of prefilled.
+        stop_string: the one that ended it, if one did.
     """
 
     uid: int
@@ -188,6 +189,7 @@ class CompletedGeneration:
     carry_text: str = ""
     cache: SequenceCache | None = None
     cached_tokens: int = 0
+    stop_string: str | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
     timing: GenerationTiming = field(default_factory=GenerationTiming)
