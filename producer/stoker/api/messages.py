@@ -14,9 +14,18 @@ from typing import Any, Final
 from stoker.api.deltas import Delta, Deltas, content_of
 from stoker.api.endpoint import ApiCall, event, take_stream
 from stoker.api.failure import Failure, FieldRefused
-from stoker.api.fields import BodyOptions, Rule, apply_rules, copied, ignored, model_rule, only
+from stoker.api.fields import (
+    BodyOptions,
+    Rule,
+    apply_rules,
+    copied,
+    ignored,
+    model_rule,
+    only,
+    session_name,
+    template_kwargs,
+)
 from stoker_shared.result import Choice, GenerationResult, ToolCall
-from stoker_shared.text import printable
 
 MESSAGES_URL: Final = "/v1/messages"
 COUNT_URL: Final = "/v1/messages/count_tokens"
@@ -218,11 +227,10 @@ def _tool_choice(fields: dict[str, Any], value: Any, options: BodyOptions) -> No
 
 
 def _for_template(fields: dict[str, Any], **values: Any) -> None:
-    fields.setdefault("chat_template_kwargs", {}).update(values)
-
-
-def _template(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
-    _for_template(fields, **_object(value, "chat_template_kwargs"))
+    """Values that follow from other fields than `chat_template_kwargs`, whose own win."""
+    known = fields.get("chat_template_kwargs", {})
+    if isinstance(known, dict):
+        fields["chat_template_kwargs"] = {**values, **known}
 
 
 def _thinking(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
@@ -271,9 +279,6 @@ def _context_management(fields: dict[str, Any], value: Any, options: BodyOptions
             raise FieldRefused("context_management", f"has an edit of type {kind[:_SHOWN]!r}, which is not served")
 
 
-_MOST_OF_A_SESSION: Final = 200
-
-
 def _metadata(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
     """Clients put a session into the id of the user: as JSON, behind a name, or alone. A hint is never refused."""
     given = _object(value, "metadata").get("user_id")
@@ -282,8 +287,8 @@ def _metadata(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
     with suppress(ValueError, RecursionError):
         parsed = json.loads(given)
         given = parsed.get("session_id") if isinstance(parsed, dict) else given
-    if isinstance(given, str) and 0 < len(given) <= _MOST_OF_A_SESSION and printable(given) == given:
-        fields["session"] = given.rpartition("_session_")[2] or given
+    if isinstance(given, str) and given:
+        fields["session"] = session_name(given.rpartition("_session_")[2] or given)
 
 
 _RULES: Final[dict[str, Rule]] = {
@@ -295,10 +300,9 @@ _RULES: Final[dict[str, Rule]] = {
     "output_config": _output_config,
     "output_format": _format,
     "context_management": _context_management,
-    "chat_template_kwargs": _template,
+    "chat_template_kwargs": template_kwargs,
     "stop_sequences": lambda fields, value, options: fields.update(stop=value),
-    "top_k": lambda fields, value, options: fields.update({} if value in (0, -1) else {"top_k": value}),
-    **copied("max_tokens", "temperature", "top_p"),
+    **copied("max_tokens", "temperature", "top_p", "top_k"),
     **ignored("cache_control", "service_tier", "inference_geo", "speed", "betas", "diagnostics"),
     **ignored("user_profile_id", "workspace_id", "billing_policy", "fallback_credit_token", "fallbacks"),
     **only("container"),
@@ -322,7 +326,7 @@ def _fields_of(body: dict[str, Any], url: str, options: BodyOptions) -> dict[str
     fields: dict[str, Any] = {"temperature": _TEMPERATURE, "messages": _conversation(system, messages)}
     apply_rules(_RULES, url, body, fields, options)
     if body.get("thinking") is None:  # Anthropic's default
-        _for_template(fields, **{"enable_thinking": False, **fields.get("chat_template_kwargs", {})})
+        _for_template(fields, enable_thinking=False)
     if fields.get("tool_choice") == "none" and "tools" not in fields:
         del fields["tool_choice"]
     return fields

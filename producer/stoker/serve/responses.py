@@ -22,6 +22,7 @@ from stoker_shared.job_data import read_json
 log = logging.getLogger(__name__)
 
 REQUEST_ID: Final = "x-request-id"
+ANTHROPICS_ID: Final = "request-id"
 JOB_ID: Final = "x-stoker-job"
 CLIENT_IS_GONE: Final = 499
 """The status of a response that nobody reads."""
@@ -32,7 +33,7 @@ _IN_MEMORY_BYTES: Final = 16 * 2**10
 
 def id_headers(job_id: str, given: str | None) -> dict[str, str]:
     """A call's id, as OpenAI and Anthropic name it; `given` is the one that its client chose."""
-    return {REQUEST_ID: given or job_id, "request-id": job_id, JOB_ID: job_id}
+    return {REQUEST_ID: given or job_id, ANTHROPICS_ID: job_id, JOB_ID: job_id}
 
 
 class Json(JSONResponse):
@@ -52,7 +53,7 @@ def failed(endpoint: Endpoint | None, failure: Failure, headers: Mapping[str, st
         own["retry-after"] = str(failure.retry_after_s)
     if failure.status == 401:
         own["www-authenticate"] = "Bearer"
-    failure.request_id = (headers or {}).get(REQUEST_ID)
+    failure.request_id = (headers or {}).get(ANTHROPICS_ID)
     body = failure.body if endpoint is None else endpoint.failure(failure)
     return Json(body, failure.status, headers={**(headers or {}), **own})
 

@@ -113,6 +113,12 @@ def test_a_stream_is_kept_alive_by_pings_and_ends_with_an_event_of_its_error(ser
     assert json.loads(last.removeprefix("data: ")) == {"type": "error", "error": error, "request_id": job_id}
 
 
+def test_the_id_of_an_error_is_that_of_its_header_also_if_the_client_chose_another(claude):
+    with pytest.raises(anthropic.APIStatusError) as caught:
+        ask(claude, "fail ModelMismatch: m", extra_headers={"X-Request-Id": "mine"})
+    assert caught.value.body["request_id"] == caught.value.request_id != "mine"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("text", "fields", "error", "kind"),
