@@ -206,3 +206,45 @@ def test_a_text_of_some_length_stays_within_the_limits_of_a_lexer_with_a_whole_v
     tools = [tool({"properties": {"city": text, "days": {"type": "integer"}}, "required": ["city"]}, "weather")]
     said = CALLS[parser].replace("São <Paulo>", ("São <Paulo>, Zürich </b>. " * 60)[: most or 1500].strip())
     assert model.accepts(f"{model.form.tool_start}{said}{model.form.tool_end}", tools)
+
+
+LINKED = {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 9} for n in range(40)} | {"d40": {"enum": ["x"]}}
+NESTED = {
+    f"d{n}": {"type": "object", "properties": {key: {"$ref": f"#/$defs/d{n + 1}"} for key in "abcdef"}}
+    for n in range(40)
+} | {"d40": {"enum": ["x"]}}
+ODD = [
+    *({"type": kind} for kind in ("strin", ["string", {}], 3, None, [])),
+    *(
+        {"type": "string", key: value}
+        for key, value in (("minLength", "a"), ("maxLength", -1), ("enum", 3), ("enum", []))
+    ),
+    *({key: value} for key in ("anyOf", "oneOf", "allOf") for value in (3, [], [3], [{}, "x"])),
+    *({"$ref": ref} for ref in ("#", "#/$defs/none", "http://x/y", 3)),
+    {"$ref": "#/$defs/own"},
+    {"$ref": "#/$defs/d0"},
+    {"type": "array", "items": [3]},
+    {"type": "object", "properties": [3]},
+    {"not": {}},
+    3,
+    [],
+    None,
+]
+
+
+@pytest.mark.parametrize("parser", [*CALLS, None])
+def test_a_schema_that_is_none_or_refers_to_itself_is_refused_or_written(parser):
+    own = {"type": "object", "properties": {"x": {"$ref": "#/$defs/own"}, "y": {"$ref": "#/$defs/own"}}}
+    model, n_refused = Model(parser), 0
+    wholes = [{"properties": [3]}, {"required": 3}, {"required": [[]]}, {"$defs": 3}, {"anyOf": [{}]}]
+    for linked in (LINKED, NESTED):
+        inner = [{"properties": {"a": odd, "b": TEXT}, "$defs": {"own": own, **linked}} for odd in ODD]
+        for parameters in [*inner, *wholes]:
+            try:
+                guide = model.maker.guide_for(asked(tools=[tool(parameters)], tool_choice="required"), ())
+            except GuideRefused:
+                n_refused += 1
+            else:
+                assert guide is not None
+                assert guide.after(None) is not None
+    assert n_refused > 10

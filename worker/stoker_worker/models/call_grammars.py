@@ -10,7 +10,7 @@ import json
 import keyword
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
@@ -28,6 +28,9 @@ _OF_PARAMETERS: Final = {"type", "properties", "required", "additionalProperties
 _MOST_COUNTED: Final = 100
 """Most characters of a text that are counted: with each one, a lexer that also looks for the marker grows. llguidance
 counts those of a JSON string with less."""
+
+_MOST_VALUES: Final = 2_000
+"""Of one tool, with those inside objects."""
 
 _MOST_LEVELS: Final = 8
 """Of references and alternatives inside one another that are followed."""
@@ -100,6 +103,7 @@ class _Parameters:
     properties: Mapping[str, Schema]
     required: frozenset[str]
     definitions: Mapping[str, Any]
+    _kinds: dict[int, frozenset[str] | None] = field(default_factory=dict, init=False, repr=False)
 
     def resolved(self, schema: Schema) -> Schema | None:
         """What the schema refers to, or itself; ``None`` if that is unknown."""
@@ -119,18 +123,24 @@ class _Parameters:
         definitions = self.definitions if '"$ref"' in json.dumps(schema) else {}
         return f"%json {json.dumps({**schema, **definitions, 'x-guidance': {**JSON_OPTIONS, **options}})}"
 
-    def kinds(self, schema: Schema, levels: int = _MOST_LEVELS) -> frozenset[str] | None:
+    def kinds(self, schema: Schema) -> frozenset[str] | None:
         """JSON's names of the types that its values have; ``None``: any, or unknown."""
         found = self.resolved(schema)
-        if found is None or not levels:
+        if found is None:
             return None
-        if "type" in found:
-            return frozenset(found["type"] if isinstance(found["type"], list) else [found["type"]])
-        if isinstance(values := [found["const"]] if "const" in found else found.get("enum"), list):
+        if id(found) not in self._kinds:
+            self._kinds[id(found)] = None  # a schema inside itself
+            self._kinds[id(found)] = self._kinds_of(found)
+        return self._kinds[id(found)]
+
+    def _kinds_of(self, schema: Schema) -> frozenset[str] | None:
+        if "type" in schema:
+            return frozenset(schema["type"] if isinstance(schema["type"], list) else [schema["type"]])
+        if isinstance(values := [schema["const"]] if "const" in schema else schema.get("enum"), list):
             return frozenset(map(_kind, values))
-        if not isinstance(parts := found.get("anyOf", found.get("oneOf")), list) or not parts:
+        if not isinstance(parts := schema.get("anyOf", schema.get("oneOf")), list) or not parts:
             return None
-        each = [self.kinds(part, levels - 1) if isinstance(part, Mapping) else None for part in parts]
+        each = [self.kinds(part) if isinstance(part, Mapping) else None for part in parts]
         return frozenset().union(*filter(None, each)) if None not in each else None
 
     def text(self, schema: Schema, levels: int = _MOST_LEVELS) -> _Text | None:
@@ -145,7 +155,7 @@ class _Parameters:
             others = [part for part in parts if part != {"type": "null"}]
             inner = self.text(others[0], levels - 1) if len(others) == 1 and isinstance(others[0], Mapping) else None
             return inner and replace(inner, or_null=inner.or_null or len(parts) > 1)
-        kinds = self.kinds(rules)
+        kinds = self._kinds_of(rules)
         if kinds is None or "string" not in kinds or not kinds <= {"string", "null"}:
             return None
         if not rules.keys() <= {"type", "enum", "const", "minLength", "maxLength"}:
@@ -192,6 +202,7 @@ class _Writer:
         self.tokens = tokens
         self.name = name
         self.rules: list[str] = []
+        self._values_left = _MOST_VALUES
         self._schema = schema
         self._prefix = prefix
 
@@ -204,6 +215,15 @@ class _Writer:
 
     def _terminal(self, body: str) -> str:
         return self._named(f"{self._prefix}_{len(self.rules)}".upper(), body)
+
+    def count_value(self) -> None:
+        """
+        Raises:
+            ValueError: there are too many, as of objects that refer to one another.
+        """
+        self._values_left -= 1
+        if self._values_left < 0:
+            raise ValueError("too many values")
 
     def _named(self, name: str, body: str) -> str:
         self.rules.append(f"{name}: {body}")
@@ -395,14 +415,14 @@ def _as_minimax(parameters: _Parameters, schema: Schema) -> _Way:
     return "json" if kinds <= declared else None
 
 
-def _declared(schema: Any, levels: int = _MOST_LEVELS) -> set[str]:
+def _declared(schema: Any) -> set[str]:
     """As `minimax_m2._extract_types_from_schema` of mlx-lm."""
-    if not isinstance(schema, Mapping) or not levels:
+    if not isinstance(schema, Mapping):
         return {"string"}
     given = schema.get("type", [])
     kinds = {*(given if isinstance(given, list) else [given]), *map(_kind, schema.get("enum", []))}
     for key in ("anyOf", "oneOf", "allOf"):
-        kinds.update(*(_declared(part, levels - 1) for part in schema.get(key, [])))
+        kinds.update(*(_declared(part) for part in schema.get(key, [])))
     return kinds or {"string"}
 
 
@@ -431,6 +451,7 @@ class _Gemma(_OneByOne):
     keys: str = r"\w+"
 
     def value(self, writer: _Writer, parameters: _Parameters, schema: Schema) -> str | None:
+        writer.count_value()
         quote = writer.tokens.items(self.quote)
         if (text := parameters.text(schema)) is not None:
             without = (*self.without, writer.tokens.end)
@@ -584,7 +605,11 @@ def _call_rules(rule: str, name: str, schema: Schema, tokens: CallTokens) -> lis
         notations = tuple(one for one in notations if one is not _HEADER)
     for notation in notations:
         writer = _Writer(tokens, rule, name, schema)
-        if (call := notation.call(writer)) is not None:
+        try:
+            call = notation.call(writer)
+        except (AttributeError, TypeError, ValueError, RecursionError):  # llguidance tells what is wrong with a schema
+            call = None
+        if call is not None:
             start, end = (tokens.items(marker, is_marker=True) for marker in (tokens.start, tokens.end))
             header = _header(writer) if tokens.has_headers else ""
             return [f"{rule}: {header} {start} {call} {end}", *writer.rules]
