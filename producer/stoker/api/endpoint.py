@@ -45,10 +45,12 @@ class ApiCall:
         """The only one, for a line of a batch.
 
         Raises:
-            FieldRefused: there are several, or the answer is to be streamed.
+            FieldRefused: there are several, or the answer needs a server.
         """
-        if self.is_streamed:
-            raise FieldRefused("stream", "is not served unless it is false")
+        needs = {"stream": self.is_streamed, "background": self.is_background, "previous_response_id": self.continues}
+        for name, is_given in needs.items():
+            if is_given:
+                raise FieldRefused(name, "is not served in a batch")
         if len(self.requests) > 1:
             raise FieldRefused("prompt", "must be one prompt: give each prompt a line of its own")
         return self.requests[0]

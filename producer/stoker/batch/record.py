@@ -26,6 +26,7 @@ from rq.registry import CanceledJobRegistry, FailedJobRegistry, FinishedJobRegis
 from rq.results import Result
 
 from stoker.api.chat import CHAT_URL, TEXT_URL
+from stoker.api.responses import RESPONSES
 from stoker.batch.input_file import Line, job_id_for
 from stoker.canceling import cancel_job
 from stoker.job_record import ENDED, registry_key
@@ -247,7 +248,7 @@ def _holder_key(batch: str) -> str:
     return f"stoker:batch:{batch}:holder"
 
 
-_MARKS: Final = {CHAT_URL: "chat", TEXT_URL: "text"}
+_MARKS: Final = {CHAT_URL: "chat", TEXT_URL: "text", RESPONSES.url: "responses"}
 _URLS: Final = {mark: url for url, mark in _MARKS.items()}
 _BAD: Final = "bad"
 _REGISTRIES: Final = (FinishedJobRegistry, FailedJobRegistry, CanceledJobRegistry)

@@ -6,6 +6,7 @@ import time
 import httpx
 import openai
 import pytest
+from openai.types.responses import Response
 from tests.producer.serve.conftest import serving_at
 
 from stoker.serve import batch_runner
@@ -15,6 +16,9 @@ from stoker.serve.store import BatchStore, StoredBatch
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+ODD = [("background", True), ("previous_response_id", "resp_1"), ("stream", True)]
+"""Fields that a line cannot have, with their values."""
 
 
 @pytest.fixture
@@ -77,6 +81,24 @@ def test_a_batch_from_upload_to_download(client):
 def test_a_batch_without_failures_has_no_error_file(client):
     done = until(client, begin(client, lines("say a")), "completed")
     assert (answers(client, done.output_file_id), done.error_file_id) == ({"c0": "a"}, None)
+
+
+def test_a_batch_may_have_responses_which_nothing_keeps(client, store):
+    bodies: list[dict[str, object]] = [
+        {"input": "say a"},
+        {"input": "say b", "store": True},
+        *({"input": "say c", name: v} for name, v in ODD),
+    ]
+    rows = ({"custom_id": f"c{n}", "method": "POST", "url": RESPONSES} for n in range(len(bodies)))
+    content = "".join(
+        f"{json.dumps({**row, 'body': {'model': 'm', **body}})}\n" for row, body in zip(rows, bodies, strict=True)
+    )
+    done = until(client, begin(client, content.encode(), endpoint=RESPONSES), "completed")
+    found = [json.loads(line) for line in client.files.content(done.output_file_id).text.splitlines()]
+    texts = {line["custom_id"]: Response.model_validate(line["response"]["body"]).output_text for line in found}
+    assert texts == {"c0": "a", "c1": "b"}
+    assert answers(client, done.error_file_id) == {f"c{n + 2}": "unsupported_parameter" for n in range(len(ODD))}
+    assert list((store / "responses").iterdir()) == []
 
 
 def test_a_canceled_batch_keeps_the_answers_that_it_has(client):
