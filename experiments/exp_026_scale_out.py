@@ -24,7 +24,7 @@ from stoker_shared.wire import LAST_KEY
 from stoker_worker.embedded_redis import EmbeddedServer
 from stoker_worker.ports import Busy, SequenceProgress
 from stoker_worker.queue.claim import Claimer
-from stoker_worker.queue.lease import Lease, OwnStore
+from stoker_worker.queue.lease import NO_STORE, Lease, OwnStore
 from stoker_worker.queue.rq_queue import RqQueue, open_queue
 from stoker_worker.settings import read_settings
 
@@ -187,7 +187,7 @@ def _waiting(connection: Redis, producer: Producer, queue: RqQueue, meter: Meter
     placement = queue._claim_order.claimers[QUEUE]._placement
 
     def read_all() -> Claimer:
-        claimer = Claimer(connection, QUEUE, queue._lease, placement, patience_s=60.0)
+        claimer = Claimer(connection, QUEUE, queue._lease, placement, is_at_hand=NO_STORE.is_at_hand, patience_s=60.0)
         claimer.read_ahead(0, Busy())
         while claimer.has_unread:
             claimer.read_ahead(0, Busy())

@@ -27,6 +27,7 @@ from stoker_worker.ports import (
     TextSoFar,
 )
 from stoker_worker.queue.in_flight import JobsInFlight
+from stoker_worker.queue.lease import NO_STORE
 from stoker_worker.queue.waiting import PassedOver
 
 State = Literal["queued", "started", "finished", "failed", "stopped", "canceled"]
@@ -64,7 +65,7 @@ class Entry:
 class InMemoryQueue(QueuePort):
     """One queue and one worker's hold on it."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_at_hand: Callable[[str], bool] = NO_STORE.is_at_hand) -> None:
         self.lock = threading.RLock()
         self.entries: dict[str, Entry] = {}
         self.waiting: list[str] = []
@@ -75,7 +76,7 @@ class InMemoryQueue(QueuePort):
         self.given_back: list[str] = []
         self.dropped: list[str] = []
         self._numbers = itertools.count()
-        self._is_at_hand: Callable[[str], bool] = lambda agent_id: True
+        self._is_at_hand = is_at_hand
         self._passed_over = PassedOver()
         self._n_claimed = 0
         self._in_flight: JobsInFlight[InMemoryJob] = JobsInFlight()
@@ -186,9 +187,6 @@ class InMemoryQueue(QueuePort):
         with self.lock:
             requests = [self.entries[job_id].request for job_id in self.waiting]
             return frozenset(request.agent_id for request in requests if request.agent_id)
-
-    def prefer(self, is_at_hand: Callable[[str], bool]) -> None:
-        self._is_at_hand = is_at_hand
 
     def place_of(self, agent_id: str) -> tuple[int, int]:
         with self.lock:

@@ -90,8 +90,9 @@ def test_jobs_of_agents_whose_caches_are_in_ram_are_claimed_first() -> None:
             order.extend(job.job_id for job in claimed)
             return claimed
 
-    queue, store, order = Queue(), PlayedStore(), list[str]()
+    store, order = PlayedStore(), list[str]()
     store.at_hand = {"c"}
+    queue = Queue(store.is_at_hand)
     for agent_id in "abc":
         queue.enqueue(job_id=agent_id, agent_id=agent_id, max_tokens=1)
     settings = read_settings({"burst": True, "poll_s": 0.001})

@@ -11,7 +11,7 @@ from stoker_shared.wire import CLAIMED_KEY, FIELD_ATTEMPTS, LEASE_KEY, TASK_PATH
 from stoker_worker.placement.placement import Placement
 from stoker_worker.ports import Busy
 from stoker_worker.queue.claim import Claimer
-from stoker_worker.queue.lease import Lease
+from stoker_worker.queue.lease import NO_STORE, Lease
 
 pytestmark = pytest.mark.server
 
@@ -23,7 +23,13 @@ LEASE = LEASE_KEY.format(member="me")
 def claimer(connection):
     lease = Lease(connection, "me", ["generate"], worker_name="me", ttl_s=60)
     lease.acquire()
-    return Claimer(connection, "generate", lease, Placement(connection, [], worker_name="stoker-me-00000000"))
+    return Claimer(
+        connection,
+        "generate",
+        lease,
+        Placement(connection, [], worker_name="stoker-me-00000000"),
+        is_at_hand=NO_STORE.is_at_hand,
+    )
 
 
 @pytest.fixture

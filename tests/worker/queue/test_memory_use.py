@@ -9,7 +9,7 @@ from stoker_shared.wire import TASK_PATH
 from stoker_worker.placement.placement import Placement
 from stoker_worker.ports import Busy
 from stoker_worker.queue.claim import Claimer
-from stoker_worker.queue.lease import Lease
+from stoker_worker.queue.lease import NO_STORE, Lease
 
 pytestmark = pytest.mark.server
 
@@ -41,7 +41,13 @@ def lease(connection):
 
 @pytest.fixture
 def claim(connection, lease):
-    claimer = Claimer(connection, "generate", lease, Placement(connection, [], worker_name="stoker-me-00000000"))
+    claimer = Claimer(
+        connection,
+        "generate",
+        lease,
+        Placement(connection, [], worker_name="stoker-me-00000000"),
+        is_at_hand=NO_STORE.is_at_hand,
+    )
 
     def claim(busy=NOTHING, limit=20):
         claimer.read_ahead(limit, busy)
@@ -83,7 +89,13 @@ def test_stored_memory_use_of_an_unknown_form_is_ignored(connection, producer, l
     assert note == f"write {agent}"
     for strange in ("", "write", "write ", "reads a", "none of them", agent.removeprefix("write ")):
         connection.hset(key, "stoker_agent", f"{moment} {strange}")
-        fresh = Claimer(connection, "generate", lease, Placement(connection, [], worker_name="stoker-me-00000000"))
+        fresh = Claimer(
+            connection,
+            "generate",
+            lease,
+            Placement(connection, [], worker_name="stoker-me-00000000"),
+            is_at_hand=NO_STORE.is_at_hand,
+        )
         fresh.read_ahead(1, Busy())
         assert fresh.agents() == {agent}
 

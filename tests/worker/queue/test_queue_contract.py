@@ -18,6 +18,7 @@ from stoker_shared.answer_parts import Markers
 from stoker_shared.errors import EngineFailed, InvalidRequest, OwnershipLost
 from stoker_shared.wire import FIELD_STREAM, STREAM_KEY, TASK_PATH
 from stoker_worker.ports import Busy, ClaimedJob, QueuePort, SequenceProgress, Serving, TextSoFar
+from stoker_worker.queue.lease import OwnStore
 from stoker_worker.queue.rq_queue import open_queue
 from stoker_worker.queue.waiting import MOST_PASSED
 from stoker_worker.settings import read_settings
@@ -43,8 +44,8 @@ class Outside(Protocol):
 
 
 class OutsideMemory:
-    def __init__(self) -> None:
-        self.queue = InMemoryQueue()
+    def __init__(self, at_hand: set[str]) -> None:
+        self.queue = InMemoryQueue(lambda agent_id: not at_hand or agent_id in at_hand)
         self.cancel = self.queue.cancel
         self.ask_to_stop = self.queue.ask_to_stop
         self.listen = self.queue.listen
@@ -106,13 +107,20 @@ class OutsideRq:
         return Job.fetch(job_id, self._connection, JSONSerializer)
 
 
+@pytest.fixture
+def at_hand() -> set[str]:
+    """The agents whose caches are at hand; all, if it is empty."""
+    return set()
+
+
 @pytest.fixture(params=["in memory", pytest.param("RQ", marks=pytest.mark.server)])
-def outside(request: pytest.FixtureRequest) -> Iterator[Outside]:
+def outside(request: pytest.FixtureRequest, at_hand: set[str]) -> Iterator[Outside]:
     if request.param == "in memory":
-        yield OutsideMemory()
+        yield OutsideMemory(at_hand)
         return
     connection, redis_url = request.getfixturevalue("connection"), request.getfixturevalue("redis_url")
-    with open_queue(read_settings({"redis_url": redis_url}), redis_url) as opened:
+    store = OwnStore(is_at_hand=lambda agent_id: not at_hand or agent_id in at_hand)
+    with open_queue(read_settings({"redis_url": redis_url}), redis_url, store=store) as opened:
         yield OutsideRq(opened.rq_queue, connection)
 
 
@@ -172,8 +180,10 @@ def test_agents_of_waiting_jobs_are_known(outside: Outside) -> None:
     assert "b" in outside.queue.waiting_agents()
 
 
-def test_a_job_whose_agent_is_at_hand_passes_others_but_none_of_its_own_agent(outside: Outside) -> None:
-    outside.queue.prefer("c".__eq__)
+def test_a_job_whose_agent_is_at_hand_passes_others_but_none_of_its_own_agent(
+    outside: Outside, at_hand: set[str]
+) -> None:
+    at_hand.add("c")
     for job_id in ("a1", "b1", "c1", "c2"):
         outside.enqueue(job_id, job_id[0])
     for wanted in ("c1", "c2"):
@@ -183,8 +193,8 @@ def test_a_job_whose_agent_is_at_hand_passes_others_but_none_of_its_own_agent(ou
     assert ids(claim(outside)) == ["a1", "b1"]
 
 
-def test_a_job_is_passed_over_only_so_often(outside: Outside) -> None:
-    outside.queue.prefer("c".__eq__)
+def test_a_job_is_passed_over_only_so_often(outside: Outside, at_hand: set[str]) -> None:
+    at_hand.add("c")
     outside.enqueue("a1", "a")
     for number in range(2 * MOST_PASSED):
         outside.enqueue(f"c{number}", "c")

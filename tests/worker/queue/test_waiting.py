@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from stoker_worker.ports import UNUSED, Busy, MemoryUse
+from stoker_worker.queue.lease import NO_STORE
 from stoker_worker.queue.waiting import MOST_PASSED, MOST_PASSED_S, Aside, FairQueue, PassedOver
 
 AGENTS = ("a", "b", "c", None)
@@ -71,7 +72,7 @@ class FairQueueMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.fair_queue = FairQueue()
+        self.fair_queue = FairQueue(NO_STORE.is_at_hand)
         self.waiting = []
         self.known = set()
         self.quarantined = set()
@@ -154,7 +155,7 @@ TestFairQueue = FairQueueMachine.TestCase
 
 @given(st.lists(st.sampled_from(JOBS), unique=True))
 def test_everything_is_chosen_once_agent_by_agent_in_order(job_ids):
-    fair_queue = FairQueue()
+    fair_queue = FairQueue(NO_STORE.is_at_hand)
     fair_queue.append(job_ids)
     for job_id in fair_queue.unlearned(100):
         fair_queue.learn(job_id, use_of(job_id), quarantined=False)
@@ -170,7 +171,7 @@ def test_everything_is_chosen_once_agent_by_agent_in_order(job_ids):
 
 @given(st.lists(st.sampled_from(JOBS), unique=True), st.integers(0, 10), st.integers(1, 6))
 def test_the_agents_of_the_next_jobs_are_those_that_are_chosen_next(job_ids, n_served, limit):
-    fair_queue = FairQueue()
+    fair_queue = FairQueue(NO_STORE.is_at_hand)
     fair_queue.append(job_ids)
     for job_id in fair_queue.unlearned(100):
         fair_queue.learn(job_id, use_of(job_id), quarantined=False)
@@ -198,7 +199,7 @@ class Places:
 
     def __init__(self, at_hand=None):
         self.now = 0.0
-        self.fair_queue, self.given = FairQueue(PassedOver(lambda: self.now)), []
+        self.fair_queue, self.given = FairQueue(NO_STORE.is_at_hand, PassedOver(lambda: self.now)), []
         if at_hand is not None:
             self.fair_queue.is_at_hand = at_hand.__contains__
 
@@ -333,7 +334,7 @@ def test_nobody_is_passed_over_beyond_the_bounds_and_each_agents_order_stays(dat
         at_hand ^= data.draw(st.sets(st.sampled_from(agents), max_size=1))
         second = data.draw(st.sampled_from([0.0, 0.1, 1.0, 4.0]))
         for _ in range(data.draw(st.integers(0, 30))):
-            fair_queue.is_at_hand = lambda agent: True
+            fair_queue.is_at_hand = NO_STORE.is_at_hand
             plain = fair_queue.choose(1, Busy())
             fair_queue.is_at_hand = at_hand.__contains__
             choice = fair_queue.choose(1, Busy())
@@ -356,7 +357,7 @@ def test_nobody_is_passed_over_beyond_the_bounds_and_each_agents_order_stays(dat
 
 @given(st.lists(st.sampled_from(JOBS), unique=True), st.integers(1, 6))
 def test_with_nothing_at_hand_the_order_is_the_plain_one(job_ids, limit):
-    queues = FairQueue(), FairQueue()
+    queues = FairQueue(NO_STORE.is_at_hand), FairQueue(NO_STORE.is_at_hand)
     queues[1].is_at_hand = lambda agent: False
     for fair_queue in queues:
         fair_queue.append(job_ids)
@@ -411,7 +412,7 @@ WHY = Aside("job", "stoker-mac2-00000000", 1.0)
 
 def queue_of(*jobs):
     """The ids are each agent and its place."""
-    queue, ids = FairQueue(), []
+    queue, ids = FairQueue(NO_STORE.is_at_hand), []
     for place, agent in enumerate(jobs):
         job_id = f"{agent}{place}"
         ids.append(job_id)

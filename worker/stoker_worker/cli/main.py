@@ -185,7 +185,8 @@ def _own_store(settings: "WorkerSettings", agents: "AgentCacheStore | Replicated
 
     local, shared = (agents, "") if isinstance(agents, AgentCacheStore) else (agents.local, agents.identity())
     with local.parts.database.snapshot() as connection:
-        return OwnStore(store_name(settings.store_folder), shared, has_agents(connection))
+        name = store_name(settings.store_folder)
+        return OwnStore(name, shared, has_agents(connection), agents.is_at_hand)
 
 
 def _publish(redis_url: str, lock: Path) -> None:

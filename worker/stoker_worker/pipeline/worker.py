@@ -142,7 +142,6 @@ class Worker:
         self._serving: Serving | None = None
         self._recover_s = settings.recover_s
         self._n_read_ahead = READ_AHEAD_JOBS * (settings.max_batch or USUAL_JOBS)
-        queue.prefer(store.is_at_hand)
         store.order_by(queue.place_of)
         self._recovery = threading.Thread(target=self._prepare, name="recovery", daemon=True)
         self._finisher = Finisher(store, loaded, metrics, outage=outage)

@@ -284,13 +284,9 @@ class QueuePort(Protocol):
         """Take up to `limit` waiting jobs that may run beside one another and beside what is busy. They are in flight
         from then on.
 
-        No job of an agent passes one that waits before it, unless both only read.
+        No job of an agent passes one that waits before it, unless both only read. Jobs without an agent, and those of
+        agents whose caches are at hand, may pass others, within bounds.
         """
-        ...
-
-    def prefer(self, is_at_hand: Callable[[str], bool]) -> None:
-        """From now on `claim` lets jobs of such agents, and jobs without an agent, pass others, within bounds. Any
-        thread, before the first claim; `is_at_hand` is called on the fetcher thread and must not block."""
         ...
 
     def in_flight(self) -> tuple[ClaimedJob, ...]:

@@ -116,11 +116,13 @@ class Claimer:
         lease: Lease,
         placement: Placement,
         *,
+        is_at_hand: Callable[[str], bool],
         patience_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
+            is_at_hand: as in `FairQueue`.
             patience_s: how long a job is left to the worker that has its agent's cache, once it was passed here.
         """
         self._connection = connection
@@ -135,7 +137,7 @@ class Claimer:
         agents = [*placement.held.values(), *placement.last.values()]
         self._claim_keys = [self._key, claimed, lease.keys[0], MEMBERS_KEY, *news, WORKERS_SUSPENDED, *agents]
         self._claim = connection.register_script(FRAGMENT + lua("claim"))
-        self._view = QueueView(connection, queue_name)
+        self._view = QueueView(connection, queue_name, is_at_hand)
         self.waiting = self._view.waiting
         self._passed_at: dict[str, float] = {}
         self._idle_at = -inf  # when a claim left a place free
@@ -494,11 +496,6 @@ class ClaimOrder:
         """The agents of the waiting jobs that were read; the same object until they change, if one queue has any."""
         waiting = [agents for claimer in self.claimers.values() if (agents := claimer.agents())]
         return waiting[0] if len(waiting) == 1 else frozenset().union(*waiting)
-
-    def prefer(self, is_at_hand: Callable[[str], bool]) -> None:
-        """See `QueuePort.prefer`."""
-        for claimer in self.claimers.values():
-            claimer.waiting.is_at_hand = is_at_hand
 
     def place_of(self, agent_id: str) -> tuple[int, int]:
         """See `QueuePort.place_of`."""

@@ -270,17 +270,23 @@ def _shared_parts(share: str) -> tuple[str, str] | None:
     return (shared, model) if kind == "shared" else None
 
 
+def _has_nothing_to_read(agent_id: str) -> bool:
+    return True
+
+
 class OwnStore(NamedTuple):
     """The worker's store, as far as the queue has to know of it.
 
     Attributes:
         name: it stays, and the worker is called like it if the settings have no name; ``None``: called like the worker.
         shared, has_agents: as in `Lease`.
+        is_at_hand: as in `CacheStorePort`. Jobs of such agents, and jobs without an agent, may pass others.
     """
 
     name: str | None = None
     shared: str = ""
     has_agents: bool = True
+    is_at_hand: Callable[[str], bool] = _has_nothing_to_read
 
 
 NO_STORE: Final = OwnStore()

@@ -63,12 +63,13 @@ class RqQueue(QueuePort):
         lease: Lease,
         beating: Redis,
         in_flight: JobsInFlight[RqClaimedJob],
+        is_at_hand: Callable[[str], bool],
         patience_s: float,
     ) -> None:
         """
         Args:
             beating: used by the heartbeat alone, with a time limit far below the lease's.
-            patience_s: as in `Claimer`.
+            is_at_hand, patience_s: as in `Claimer`.
         """
         self._connection = connection
         self._registration = registration
@@ -84,7 +85,10 @@ class RqQueue(QueuePort):
         self._job_start = JobStart(connection, registration, lease, ends)
         self._recoverer = Recoverer(connection, lease, members)
         self._housekeeping = Housekeeping(connection, lease, members, placement)
-        claimers = {name: Claimer(connection, name, lease, placement, patience_s=patience_s) for name in queues}
+        claimers = {
+            name: Claimer(connection, name, lease, placement, is_at_hand=is_at_hand, patience_s=patience_s)
+            for name in queues
+        }
         self._claim_order = ClaimOrder(claimers, members, self._job_start, ends.requeue, in_flight)
         self._to_announce: Serving | None = None
         self._suspended = False
@@ -135,9 +139,6 @@ class RqQueue(QueuePort):
 
     def waiting_agents(self) -> frozenset[str]:
         return self._claim_order.waiting_agents()
-
-    def prefer(self, is_at_hand: Callable[[str], bool]) -> None:
-        self._claim_order.prefer(is_at_hand)
 
     def place_of(self, agent_id: str) -> tuple[int, int]:
         return self._claim_order.place_of(agent_id)
@@ -308,6 +309,7 @@ def open_queue(
             lease=lease,
             beating=beating,
             in_flight=in_flight,
+            is_at_hand=store.is_at_hand,
             patience_s=settings.patience_s,
         )
         closing.callback(_sign_off, rq_queue)

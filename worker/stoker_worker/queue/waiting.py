@@ -214,8 +214,8 @@ class FairQueue:
         lines: the learned jobs.
     """
 
-    def __init__(self, passed_over: PassedOver | None = None) -> None:
-        self.is_at_hand: Callable[[str], bool] = lambda agent_id: True
+    def __init__(self, is_at_hand: Callable[[str], bool], passed_over: PassedOver | None = None) -> None:
+        self.is_at_hand = is_at_hand
         self._passed_over = passed_over or PassedOver()
         self._n_served = 0
         self.lines = Lines()
@@ -396,13 +396,17 @@ class QueueView:
         is_suspended: whether an operator had suspended the workers then.
     """
 
-    def __init__(self, connection: Redis, queue_name: str) -> None:
+    def __init__(self, connection: Redis, queue_name: str, is_at_hand: Callable[[str], bool]) -> None:
+        """
+        Args:
+            is_at_hand: as in `FairQueue`.
+        """
         news = [TAKEN_KEY.format(queue=queue_name), COUNTS_KEY.format(queue=queue_name)]
         self._look_keys = [Queue(queue_name, connection=connection).key, *news, WORKERS_SUSPENDED]
         self.is_suspended = False
         self._look_at = connection.register_script(lua("look"))
         self._read_at = connection.register_script(lua("read"))
-        self.waiting = FairQueue()
+        self.waiting = FairQueue(is_at_hand)
         self._known: dict[str, _Known] = {}  # of jobs that are expected to come into `waiting`
         self._may_start_over = Periodic(5.0)
         self._is_whole = True
