@@ -128,13 +128,13 @@ def test_whatever_is_drawn_is_read_by_the_parser_and_valid(parser, kind):
     key = kind.replace(" ", "_")
     parameters = {"type": "object", "properties": {key: KINDS[kind]}, "required": [key], "$defs": {"point": POINT}}
     tools = [tool({**parameters, "additionalProperties": False})]
-    for seed in range(12):
+    for seed in range(5):
         text = model.text(tools, seed)
         call, is_plain = model.read(text, tools)
         assert call["name"] == "look"
         jsonschema.validate(call["arguments"], tools[0]["function"]["parameters"])
         n_plain += is_plain
-    assert n_plain == (12 if parser is None or kind in PLAIN.get(parser, ()) else 0)
+    assert n_plain == (5 if parser is None or kind in PLAIN.get(parser, ()) else 0)
 
 
 def closed(properties: Any, *required: str) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def test_a_model_with_headers_and_a_tool_that_its_notation_cannot_carry_is_refus
 
 @pytest.mark.model
 @pytest.mark.parametrize("most", [None, 100])
-@pytest.mark.parametrize("parser", [name for name in CALLS if name not in OTHER_FORMS | {"muse_spark"}])
+@pytest.mark.parametrize("parser", ["qwen3_coder", "glm47", "gemma4", "minicpm5"])
 def test_a_text_of_some_length_stays_within_the_limits_of_a_lexer_with_a_whole_vocabulary(parser, most, smollm2):
     from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 
