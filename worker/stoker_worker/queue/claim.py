@@ -233,8 +233,7 @@ class Claimer:
         """Claim the first `limit` of these that are ours to claim; and whether any was put aside."""
         if not chosen:
             return [], False
-        args: list[str | bytes | int] = [self._lease.value, self._lease.member, self._placement.worker_name]
-        args += [self._queue_name, limit]
+        args: list[str | bytes | int] = [self._lease.value, self._lease.member, self._queue_name, limit]
         uses = [self.waiting.use_of(job_id) for job_id in chosen]
         for job_id, use in zip(chosen, uses, strict=True):
             word = b""

@@ -1,15 +1,72 @@
-"""A deferred job whose dependencies have all ended is enqueued, and no other job is touched."""
+"""Canceled ids go with their hashes; a deferred job whose dependencies have all ended is enqueued."""
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from rq.job import Dependency
+from tests.worker.queue.ends import finish
 from tests.worker.queue.looking import places
 
 from stoker_shared.wire import TASK_PATH
+from stoker_worker.ports import Busy
 from stoker_worker.queue.end import FollowUp
 from stoker_worker.queue.housekeeping import DeferredJobs
 
 pytestmark = pytest.mark.server
+
+KEY = "rq:canceled:generate"
+
+
+def steps(queue, count=20):
+    for _ in range(count):
+        queue._housekeeping._search.make_due()
+        queue._housekeeping._sweep.make_due()
+        queue.tidy()
+
+
+def test_ids_of_canceled_jobs_go_with_their_hashes(connection, producer, queue):
+    tickets = [producer.submit(prompt="x") for _ in range(4)]
+    assert all(ticket.cancel() for ticket in tickets)
+    expired, deleted, *kept = (ticket.job_id for ticket in tickets)
+    connection.pexpire(f"rq:job:{expired}", 1)
+    connection.delete(f"rq:job:{deleted}")
+    connection.zadd(KEY, {b"\xff": 1})
+    while connection.exists(f"rq:job:{expired}"):
+        pass
+    steps(queue, 1)
+    assert connection.zcard(KEY) == len(kept)
+    assert all(connection.zscore(KEY, job_id) for job_id in kept)
+
+
+def test_many_are_looked_through_in_pages(connection, queue):
+    connection.zadd(KEY, {f"a{n}": n for n in range(1200)})
+    for n in range(0, 1200, 7):
+        connection.hset(f"rq:job:a{n}", "status", "canceled")
+    steps(queue, 3)
+    assert connection.zrange(KEY, 0, -1) == [f"a{n}".encode() for n in range(0, 1200, 7)]
+
+
+@pytest.mark.parametrize("name", ["canceled", "deferred", "scheduled"])
+def test_a_registry_of_another_type_stops_nothing_else(connection, producer, queue, name):
+    """Any producer can write one, before there is a job in it."""
+    connection.rpush(f"rq:{name}:generate", "x")
+    job_id = producer.submit(prompt="x").job_id
+    if name != "canceled":
+        connection.zadd(KEY, {"gone": 1})
+    steps(queue, 3)
+    [job] = queue.claim(8, Busy())
+    finish(job, {"text": "y"})
+    assert connection.zscore("rq:finished:generate", job_id)
+    assert name == "canceled" or not connection.exists(KEY)
+
+
+def test_a_deferred_job_with_dependencies_of_any_form_holds_up_no_other(connection, producer, queue):
+    for number, value in enumerate([b"[" * 50_000, b'["\\ud800"]', b"5", b"[[5]]", b"{}", b"\xff", b'"a b"']):
+        connection.hset(f"rq:job:bad-{number}", mapping={"status": "deferred", "dependency_ids": value, "data": "x"})
+        connection.zadd("rq:deferred:generate", {f"bad-{number}": 1})
+    connection.zadd(KEY, {"gone": 1})
+    steps(queue, 3)
+    assert connection.zcard("rq:deferred:generate") == 7
+    assert not connection.exists(KEY)
 
 
 def enqueue(plain, **options):
