@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from stoker_shared.errors import GuideRefused, StokerError
 from stoker_shared.request import GenerationRequest, Guide
@@ -457,6 +456,8 @@ class _ByteTokens:
     """The part of a `transformers` tokenizer that guides use: a token for each byte, and special ones after them."""
 
     def __init__(self, special: Sequence[str]) -> None:
+        from tokenizers import AddedToken, Tokenizer, decoders, models
+
         self.backend_tokenizer = Tokenizer(models.BPE({f"<0x{n:02X}>": n for n in range(256)}, [], byte_fallback=True))
         self.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
         self.backend_tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special])
