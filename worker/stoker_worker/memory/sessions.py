@@ -30,7 +30,7 @@ from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 MOST_CONVERSATIONS: Final = 16
 """Of one session, model and salt."""
 
-_OPENING_TOKENS: Final = 16
+_OPENING_TOKENS: Final = 8
 """A template may write the end of a prompt, where the answer begins, otherwise once the answer is there."""
 
 _MOST_STEPS: Final = 4096
