@@ -77,11 +77,6 @@ class LossyProxy:
         with self._lock:
             self._lose.append((chooses, times))
 
-    def lose_nth_write(self, n: int) -> None:
-        """Lose the reply of transaction or script number `n` from now on, counted from 0."""
-        counter = iter(range(n + 1))
-        self.lose(lambda exchange: exchange.is_write and next(counter, n) == n)
-
     def hold_back(self, chooses: Chooses, seconds: float) -> None:
         """Delay the reply of the next exchange for which `chooses` is true by `seconds`."""
         with self._lock:

@@ -6,10 +6,11 @@ What OpenAI has no name for has vLLM's: `reasoning_content` in a message, `promp
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
 from typing import Any, Final
 
 from stoker.api.deltas import Delta, Deltas, content_of
-from stoker.api.endpoint import KEEP_ALIVE, ApiCall, event, take_stream
+from stoker.api.endpoint import KEEP_ALIVE, ApiCall, event, take_flag
 from stoker.api.failure import Failure, FieldRefused
 from stoker.api.fields import (
     BodyOptions,
@@ -131,6 +132,7 @@ _TEXT: Final[dict[str, Rule]] = {
 }
 
 _MOST_PROMPTS: Final = 1024
+_FINGERPRINT: Final = f"stoker-{version('stoker')}"
 _ID_PREFIX: Final = {True: "cmpl", False: "chatcmpl"}
 
 
@@ -149,7 +151,7 @@ class Completions:
         self._max_tokens = max_tokens
 
     def read(self, body: dict[str, Any], options: BodyOptions) -> ApiCall:
-        is_streamed, stream_options = take_stream(body), body.pop("stream_options", None)
+        is_streamed, stream_options = take_flag(body, "stream"), body.pop("stream_options", None)
         if stream_options is not None and (not is_streamed or not isinstance(stream_options, dict)):
             raise FieldRefused("stream_options", "must be an object, and needs 'stream': true", "invalid_value")
         if is_streamed and body.get("prompt_logprobs") is not None:
@@ -178,6 +180,7 @@ class Completions:
             "object": "text_completion" if self.is_raw else "chat.completion",
             "created": created_s,
             "model": first.model,
+            "system_fingerprint": _FINGERPRINT,
             "choices": [make(index, choice) for index, choice in enumerate(choices)],
             "usage": _usage_of(results),
         }
@@ -308,6 +311,7 @@ class Chunks:
             "object": "text_completion" if is_raw else "chat.completion.chunk",
             "created": created_s,
             "model": model,
+            "system_fingerprint": _FINGERPRINT,
         }
 
     def begin(self) -> Iterator[bytes]:

@@ -138,13 +138,13 @@ def event(value: Mapping[str, Any], name: str | None = None) -> bytes:
     return f"{head}data: {json.dumps(value)}\n\n".encode()
 
 
-def take_stream(body: dict[str, Any]) -> bool:
-    """Remove the field `stream`, which concerns only the transport, and read it.
+def take_flag(body: dict[str, Any], name: str, *, default: bool = False) -> bool:
+    """Remove a field that concerns only the transport, as `stream`, and read it.
 
     Raises:
         FieldRefused: it is neither true nor false.
     """
-    wanted = body.pop("stream", None)
-    if wanted is not None and not isinstance(wanted, bool):
-        raise FieldRefused("stream", "is not true or false", "invalid_value")
-    return bool(wanted)
+    value = body.pop(name, None)
+    if value is not None and not isinstance(value, bool):
+        raise FieldRefused(name, "is not true or false", "invalid_value")
+    return default if value is None else value

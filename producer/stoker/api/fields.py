@@ -157,13 +157,19 @@ def template_kwargs(fields: dict[str, Any], value: Any, options: BodyOptions) ->
     fields["chat_template_kwargs"] = {**known, **value} if isinstance(value, dict) else value
 
 
+def for_template(fields: dict[str, Any], **values: Any) -> None:
+    """Values that follow from other fields than `chat_template_kwargs`, whose own win."""
+    known = fields.get("chat_template_kwargs", {})
+    if isinstance(known, dict):
+        fields["chat_template_kwargs"] = {**values, **known}
+
+
 def reasoning_effort(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
-    """The rule of an effort of thinking: the template gets it. ``none`` sets nothing."""
+    """The rule of an effort of thinking: the template gets it, unless it is ``none``."""
     if not isinstance(value, str):
         raise FieldRefused("reasoning_effort", "is not a string", "invalid_value")
-    known = fields.get("chat_template_kwargs", {})
-    if value != "none" and isinstance(known, dict):
-        fields["chat_template_kwargs"] = {"reasoning_effort": value, **known}
+    if value != "none":
+        for_template(fields, reasoning_effort=value)
 
 
 def session(*names: str) -> dict[str, Rule]:

@@ -12,13 +12,14 @@ from contextlib import suppress
 from typing import Any, Final
 
 from stoker.api.deltas import Delta, Deltas, content_of
-from stoker.api.endpoint import ApiCall, event, take_stream
+from stoker.api.endpoint import ApiCall, event, take_flag
 from stoker.api.failure import Failure, FieldRefused
 from stoker.api.fields import (
     BodyOptions,
     Rule,
     apply_rules,
     copied,
+    for_template,
     ignored,
     model_rule,
     only,
@@ -226,13 +227,6 @@ def _tool_choice(fields: dict[str, Any], value: Any, options: BodyOptions) -> No
         fields["parallel_tool_calls"] = False
 
 
-def _for_template(fields: dict[str, Any], **values: Any) -> None:
-    """Values that follow from other fields than `chat_template_kwargs`, whose own win."""
-    known = fields.get("chat_template_kwargs", {})
-    if isinstance(known, dict):
-        fields["chat_template_kwargs"] = {**values, **known}
-
-
 def _thinking(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
     kind = _text(_object(value, "thinking"), "type", "thinking")
     if kind not in ("adaptive", "enabled", "disabled"):
@@ -243,7 +237,7 @@ def _thinking(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
             raise _refused("thinking", "needs 'budget_tokens', a whole number")
         fields["max_reasoning_tokens"] = budget
     if kind != "adaptive":
-        _for_template(fields, enable_thinking=kind == "enabled")
+        for_template(fields, enable_thinking=kind == "enabled")
 
 
 _EFFORTS: Final = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
@@ -254,7 +248,7 @@ def _output_config(fields: dict[str, Any], value: Any, options: BodyOptions) -> 
     for name, chosen in _object(value, "output_config").items():
         if name == "effort" and isinstance(chosen, str | None) and (chosen is None or chosen in _EFFORTS):
             if chosen is not None:
-                _for_template(fields, reasoning_effort=_EFFORTS[chosen])
+                for_template(fields, reasoning_effort=_EFFORTS[chosen])
         elif name == "format":
             _format(fields, chosen, options)
         else:
@@ -326,7 +320,7 @@ def _fields_of(body: dict[str, Any], url: str, options: BodyOptions) -> dict[str
     fields: dict[str, Any] = {"temperature": _TEMPERATURE, "messages": _conversation(system, messages)}
     apply_rules(_RULES, url, body, fields, options)
     if body.get("thinking") is None:  # Anthropic's default
-        _for_template(fields, enable_thinking=False)
+        for_template(fields, enable_thinking=False)
     if fields.get("tool_choice") == "none" and "tools" not in fields:
         del fields["tool_choice"]
     return fields
@@ -340,7 +334,7 @@ class Messages:
     rules: Mapping[str, Rule] = _RULES
 
     def read(self, body: dict[str, Any], options: BodyOptions) -> ApiCall:
-        is_streamed = take_stream(body)
+        is_streamed = take_flag(body, "stream")
         fields = _fields_of(body, self.url, options)
         if "max_tokens" not in fields:
             raise FieldRefused("max_tokens", "is missing", "missing_required_parameter")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from stoker.api.deltas import Delta, Deltas
-from stoker.api.endpoint import KEEP_ALIVE, ApiCall, event, take_stream
+from stoker.api.endpoint import KEEP_ALIVE, ApiCall, event, take_flag
 from stoker.api.failure import Failure, FieldRefused
 from stoker.api.fields import (
     BodyOptions,
@@ -240,9 +240,9 @@ class Responses:
     is_raw = False
 
     def read(self, body: dict[str, Any], options: BodyOptions) -> ApiCall:
-        is_streamed = take_stream(body)
+        is_streamed = take_flag(body, "stream")
         body.pop("stream_options", None)
-        store, background = (_flag(body, name, default) for name, default in (("store", True), ("background", False)))
+        store, background = take_flag(body, "store", default=True), take_flag(body, "background")
         if background and not store:
             raise FieldRefused("background", "needs 'store'", "invalid_value")
         previous = body.pop("previous_response_id", None)
@@ -286,13 +286,6 @@ class Responses:
 
 
 RESPONSES: Final = Responses()
-
-
-def _flag(body: dict[str, Any], name: str, default: bool) -> bool:
-    value = body.pop(name, None)
-    if value is not None and not isinstance(value, bool):
-        raise FieldRefused(name, "is not true or false", "invalid_value")
-    return default if value is None else value
 
 
 def _require_tools(fields: dict[str, Any]) -> None:

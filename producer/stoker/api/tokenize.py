@@ -4,6 +4,7 @@ Only a worker has the tokenizer, so each is a job that the model does not run.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from stoker.api.endpoint import ApiCall, EventWriter
@@ -34,7 +35,7 @@ class TokenEndpoint:
     def read(self, body: dict[str, Any], options: BodyOptions) -> ApiCall:
         fields: dict[str, Any] = {"max_tokens": 0, "return_prompt": True}
         body.setdefault("model", None)
-        asked = BodyOptions(options.model_aliases, options.any_model or body["model"] is None)
+        asked = replace(options, any_model=options.any_model or body["model"] is None)
         apply_rules(self._rules, self.url, body, fields, asked)
         return ApiCall((fields,), str(body["model"]))
 

@@ -149,10 +149,10 @@ async def _model(request: Request) -> Response:
         Failure: no live worker serves it.
     """
     name = request.path_params["name"]
-    found = (await _served(request.app.state.backend)).get(name)
-    if found is None:
-        raise wrong_model(name, sorted(await _served(request.app.state.backend)))
-    return Json(found)
+    served = await _served(request.app.state.backend)
+    if name not in served:
+        raise wrong_model(name, sorted(served))
+    return Json(served[name])
 
 
 async def _root(request: Request) -> Response:

@@ -6,6 +6,7 @@ client can come back for the answer with the same key.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, suppress
@@ -37,6 +38,8 @@ from stoker.serve.store import ResponseStore
 from stoker.tickets import AsyncTicket
 from stoker_shared.errors import StokerError
 from stoker_shared.result import GenerationResult
+
+log = logging.getLogger(__name__)
 
 
 class RunningCall:
@@ -89,14 +92,18 @@ class RunningCall:
 
         Raises:
             JobError: a job did not finish, or not in time.
-            OSError: the answer could not be stored.
         """
         timeout_s = self._backend.settings.timeout_s
         results = await asyncio.gather(*(ticket.result(timeout_s) for ticket in self.tickets))
         self._must_cancel = False
         if self._store is not None and not self.call.is_background:
             answer = self.endpoint.answer(results, self.created_s, self.call.kept)
-            await asyncio.to_thread(self._store.set_answer, response_id(self.job_id), answer)
+            try:
+                await asyncio.to_thread(self._store.set_answer, response_id(self.job_id), answer)
+            except FileNotFoundError:
+                pass  # it was deleted meanwhile
+            except OSError as error:  # the caller has its answer all the same
+                log.error("the answer of %s cannot be stored: %s", response_id(self.job_id), error)
         return results
 
     async def end(self) -> None:
@@ -206,12 +213,21 @@ async def generate(request: Request) -> Response:
     endpoint = ENDPOINTS[request.url.path]
     async with received(request) as body:
         made = await app.backend.intake.call_jobs(body, CallHead.of(endpoint.url, request.headers, owner))
-    running = await RunningCall.begin(app, endpoint, owner, made)
+    try:
+        running = await RunningCall.begin(app, endpoint, owner, made)
+    except BaseException:
+        if made.has_new_response:
+            await asyncio.to_thread(app.background.store.remove, response_id(made.jobs[0].job_id))
+        raise
     has_one_text = made.has_one_text
     del made  # with the prompts, which are in Redis now
     headers = id_headers(running.job_id, request.headers.get(REQUEST_ID))
     if running.call.is_background:
-        waiting = await app.background.begun(owner, response_id(running.job_id))
+        try:
+            waiting = await app.background.begun(owner, response_id(running.job_id))
+        except BaseException:
+            await running.end()
+            raise
         if not running.call.is_streamed:
             await running.end()
             return Json(waiting, headers=headers)

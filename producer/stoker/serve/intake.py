@@ -15,6 +15,7 @@ from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor, Th
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import IO, Any, Final, Self
+from uuid import uuid4
 
 from starlette.datastructures import Headers
 
@@ -77,6 +78,7 @@ class CallJobs:
         call: what was read, without the requests.
         has_one_text: the answer is one text that can be streamed as it is generated.
         model: that the jobs ask for; ``None`` for any.
+        has_new_response: its input was stored just now.
     """
 
     jobs: tuple[NewJob, ...]
@@ -84,6 +86,7 @@ class CallJobs:
     call: ApiCall
     has_one_text: bool
     model: str | None
+    has_new_response: bool
 
 
 def call_jobs(raw: list[bytes], head: CallHead, settings: ServeSettings) -> CallJobs:
@@ -101,8 +104,9 @@ def call_jobs(raw: list[bytes], head: CallHead, settings: ServeSettings) -> Call
         kept = JobOptions(
             job_timeout_s=timeout_s, ttl_s=timeout_s + _KEPT_S, result_ttl_s=_KEPT_S, failure_ttl_s=_KEPT_S
         )
-        if call.continues is not None:
-            _continue(call, head.owner, store)
+        session = uuid4().hex if call.continues is None else _continue(call, head.owner, store)
+        if store is not None and call.is_stored:
+            call.requests[0].setdefault("session", session)
         if head.key is not None:
             require_job_id("Idempotency-Key", head.key)
         requests = [build_request(_with_head(fields, head)) for fields in call.requests]
@@ -114,11 +118,11 @@ def call_jobs(raw: list[bytes], head: CallHead, settings: ServeSettings) -> Call
         raise of_exception(error) from None
     if store is None and call.is_background:
         raise Failure(400, "'background' needs a store (--batch-store)", code="invalid_value", param="background")
-    if store is not None and call.is_stored:
-        _store(store, call, head.owner, jobs[0].job_id)
+    is_stored = store is not None and call.is_stored
+    has_new_response = store is not None and is_stored and _store(store, call, head.owner, jobs[0].job_id, session)
     has_one_text = len(requests) == 1 and requests[0].n == 1 and not requests[0].logprobs
-    call = replace(call, requests=(), input=None, is_stored=call.is_stored and store is not None)
-    return CallJobs(jobs, head.key is not None, call, has_one_text, requests[0].model)
+    call = replace(call, requests=(), input=None, is_stored=is_stored)
+    return CallJobs(jobs, head.key is not None, call, has_one_text, requests[0].model, has_new_response)
 
 
 def _with_head(fields: Mapping[str, Any], head: CallHead) -> dict[str, Any]:
@@ -132,23 +136,32 @@ def _with_head(fields: Mapping[str, Any], head: CallHead) -> dict[str, Any]:
     return known
 
 
-def _continue(call: ApiCall, owner: str, store: ResponseStore | None) -> None:
-    """Put the conversation before the input."""
+def _continue(call: ApiCall, owner: str, store: ResponseStore | None) -> str:
+    """Put the conversation before the input; returns its session."""
     assert call.continues is not None
     if store is None:
         raise FieldRefused("previous_response_id", "needs a store (--batch-store)")
     (request,) = call.requests
-    request["messages"][call.n_instructions : call.n_instructions] = messages_of(
-        store.conversation(owner, call.continues)
+    before = messages_of(store.conversation(owner, call.continues))
+    request["messages"][call.n_instructions : call.n_instructions] = before
+    return store.get(owner, call.continues).session
+
+
+def _store(store: ResponseStore, call: ApiCall, owner: str, job_id: str, session: str) -> bool:
+    """Returns whether it was not there before."""
+    response = StoredResponse(
+        id=response_id(job_id),
+        owner=owner,
+        created_at=int(time.time()),
+        job_id=job_id,
+        continues=call.continues,
+        session=session,
+        is_background=call.is_background,
+        input=call.input,
+        kept=dict(call.kept),
     )
-
-
-def _store(store: ResponseStore, call: ApiCall, owner: str, job_id: str) -> None:
-    now, kept = int(time.time()), dict(call.kept)
-    of = response_id(job_id)
-    response = StoredResponse(of, owner, now, job_id, call.continues, call.is_background, call.input, kept)
     try:
-        store.add(response)
+        return store.add(response)
     except OSError as error:
         message = f"the response cannot be stored: {error.strerror}"
         raise Failure(503, message, kind="server_error", code="no_space", retryable=True) from None

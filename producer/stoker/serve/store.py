@@ -299,6 +299,7 @@ class StoredResponse:
         created_at: Unix seconds.
         job_id: of the job that makes the answer.
         continues: the id of the response before it.
+        session: of its conversation, so that the next response finds what is cached of this one.
         is_background: its job goes on when its client hangs up.
         input: items in OpenAI's form.
         kept: what the answer repeats of the body.
@@ -309,6 +310,7 @@ class StoredResponse:
     created_at: int
     job_id: str
     continues: str | None
+    session: str
     is_background: bool
     input: list[dict[str, Any]]
     kept: dict[str, Any]
@@ -330,14 +332,17 @@ class ResponseStore(OwnedFolders[StoredResponse]):
         self._keep_s = keep_s
         self._most = most
 
-    def add(self, response: StoredResponse) -> None:
-        """
+    def add(self, response: StoredResponse) -> bool:
+        """Returns false if there is one of this id: a call with the same key made it.
+
         Raises:
             OSError: it could not be written; there is no such response then.
         """
-        if self.read(response.id) is None:  # else it is the same call again, with its key
-            with self.new(response.id) as draft:
-                self.write_page(draft, response)
+        if self.read(response.id) is not None:
+            return False
+        with self.new(response.id) as draft:
+            self.write_page(draft, response)
+        return True
 
     def set_answer(self, response_id: str, answer: dict[str, Any]) -> None:
         """Raises `OSError`: there is no answer, or the response was removed."""

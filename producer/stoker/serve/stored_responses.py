@@ -17,7 +17,7 @@ from stoker.api.responses import RESPONSES, failed_response, frame, input_items
 from stoker.serve.backend import Backend
 from stoker.serve.responses import Json, page_of
 from stoker.serve.store import ResponseStore, StoredResponse
-from stoker_shared.errors import JobCanceled, JobNotFound, RedisUnavailable, StokerError
+from stoker_shared.errors import JobCanceled, JobNotFound, RedisUnavailable, ResultTimeout, StokerError
 
 log = logging.getLogger(__name__)
 
@@ -66,16 +66,12 @@ class Background:
         task.add_done_callback(self._tasks.discard)
 
     async def _wait(self, response: StoredResponse) -> None:
-        ticket = self._backend.ticket(response.job_id)
         while True:
             try:
-                result = await ticket.result()
-                answer = RESPONSES.answer([result], response.created_at, {**response.kept, "background": True})
+                answer = await _answer_of(self._backend, response)
             except RedisUnavailable:
                 await asyncio.sleep(_AGAIN_S)
                 continue
-            except StokerError as error:
-                answer = _ended_badly(response, error)
             try:
                 await asyncio.to_thread(self.store.set_answer, response.id, answer)
             except FileNotFoundError:
@@ -93,6 +89,23 @@ class Background:
             except OSError as error:
                 log.error("old responses cannot be removed: %s", error)
             await asyncio.sleep(_SWEEP_S)
+
+
+async def _answer_of(backend: Backend, response: StoredResponse, timeout_s: float | None = None) -> dict[str, Any]:
+    """What the end of its job makes of a response.
+
+    Raises:
+        ResultTimeout: the job has not ended in time.
+        RedisUnavailable: no server answers.
+    """
+    try:
+        result = await backend.ticket(response.job_id).result(timeout_s)
+    except (ResultTimeout, RedisUnavailable):
+        raise
+    except StokerError as error:
+        return _ended_badly(response, error)
+    kept = {**response.kept, "background": response.is_background}
+    return RESPONSES.answer([result], response.created_at, kept)
 
 
 def _ended_badly(response: StoredResponse, error: StokerError) -> dict[str, Any]:
@@ -166,7 +179,7 @@ async def _now(request: Request, response: StoredResponse) -> dict[str, Any]:
         return answer
     backend: Backend = request.app.state.backend
     try:
+        return await _answer_of(backend, response, timeout_s=0)
+    except ResultTimeout:
         state = (await backend.ticket(response.job_id).status()).state
-    except JobNotFound as error:
-        return _ended_badly(response, error)
-    return _frame_of(response, "queued" if state in _WAITING else "in_progress")
+        return _frame_of(response, "queued" if state in _WAITING else "in_progress")

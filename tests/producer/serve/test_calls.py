@@ -4,6 +4,7 @@ import json
 import socket
 import threading
 import time
+from importlib.metadata import version
 from typing import Any
 
 import httpx
@@ -46,6 +47,7 @@ def test_a_chat_has_its_answer_its_counts_and_its_jobs_id(client, hand):
     assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("hi", "stop")
     assert (answer.usage.prompt_tokens, answer.usage.prompt_tokens_details.cached_tokens) == (10, 4)
     assert answer.id == f"chatcmpl-{raw.headers['x-request-id']}"
+    assert answer.system_fingerprint == f"stoker-{version('stoker')}"
     assert hand.request(raw.headers["x-request-id"])["temperature"] == 1.0
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 import time
 import typing
 from contextlib import suppress
@@ -255,7 +256,7 @@ def test_old_responses_and_the_oldest_of_too_many_go(tmp_path):
 def add_some(store, n):
     ids = [f"resp_{number}" for number in range(n)]
     for number, made in enumerate(ids):
-        store.add(StoredResponse(made, "o", 0, str(number), None, False, [], {}))
+        store.add(StoredResponse(made, "o", 0, str(number), None, "s", False, [], {}))
         os.utime(store.folder / made, (time.time() - n + number,) * 2)
     return ids
 
@@ -331,3 +332,56 @@ def test_no_body_whatever_breaks_the_reader(body, items):
     raw = json.dumps({"input": items, **body}).encode()
     with suppress(Failure):
         call_jobs([raw], CallHead.of(URL, Headers({}), ANYBODY), SERVED)
+
+
+# --- what is left of a call ---
+
+
+def test_a_call_that_is_refused_before_it_is_a_job_leaves_nothing(serve, nobody, tmp_path):
+    client = serve(batch_store=tmp_path, worker_wait_s=0.0).client()
+    for fields in ({}, {"background": True}, {"extra_headers": {"Idempotency-Key": "refused"}}):
+        with pytest.raises(openai.InternalServerError, match="no worker"):
+            client.responses.create(model="m", input="say x", **fields)
+    assert list((tmp_path / "responses").iterdir()) == []
+
+
+def test_a_call_with_another_calls_key_leaves_the_response_of_that_call(stored):
+    client, key = stored.client(), {"Idempotency-Key": "of-one-call"}
+    made = client.responses.create(model="m", input="say x", extra_headers=key)
+    with pytest.raises(openai.ConflictError):
+        client.responses.create(model="m", input="say y", extra_headers=key)
+    assert client.responses.retrieve(made.id).output_text == "x"
+
+
+def test_a_keyed_call_that_failed_is_a_failed_response(stored):
+    client, key = stored.client(), {"Idempotency-Key": "fails"}
+    with pytest.raises(openai.InternalServerError):
+        client.responses.create(model="m", input="fail EngineFailed: x", extra_headers=key)
+    found = client.responses.retrieve("resp_fails")
+    assert (found.status, found.error.code) == ("failed", "server_error")
+
+
+def test_a_response_that_is_deleted_while_it_is_made_is_answered_all_the_same(stored, hand):
+    client, answers = stored.client(), []
+    waiting = threading.Thread(
+        target=lambda: answers.append(client.responses.create(model="m", input="wait").output_text)
+    )
+    waiting.start()
+    job_id = hand.wait_for_one()
+    client.responses.delete(f"resp_{job_id}")
+    hand.finish(job_id, text="done")
+    waiting.join()
+    assert answers == ["done"]
+
+
+def test_the_responses_of_a_conversation_are_one_session_so_that_the_next_one_finds_their_cache(stored, hand):
+    def session(**fields):
+        made = stored.client().responses.create(model="m", input="say x", **fields)
+        return made.id, hand.request(made.id.removeprefix("resp_")).get("session")
+
+    first, of_first = session()
+    second, of_second = session(previous_response_id=first)
+    assert of_first == of_second == session(previous_response_id=second)[1] is not None
+    assert session()[1] != of_first
+    assert session(prompt_cache_key="k")[1] == "k"
+    assert session(store=False)[1] is None
