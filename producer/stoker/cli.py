@@ -26,17 +26,12 @@ from stoker.command_parts import (
     ticket_of,
     timeout_option,
 )
+from stoker.connection import usual_url
 from stoker.dashboard.command import dashboard
 from stoker.serve.command import serve
 from stoker.status_command import ls, status, workers
 from stoker.submit_command import submit
-from stoker_shared.environment import (
-    DEFAULT_REDIS_URL,
-    REDIS_URL_VARIABLE,
-    SHOWN,
-    default_redis_url,
-    require_known_variables,
-)
+from stoker_shared.environment import DEFAULT_REDIS_URL, SHOWN, require_known_variables
 from stoker_shared.errors import JobError, JobFailed, RequestError, StokerError
 from stoker_shared.help_layout import SETTINGS, LaidOutGroup, examples
 from stoker_shared.text import printable
@@ -60,9 +55,9 @@ HELP = {"-h", "--help"}
         "export STOKER_REDIS_URL=rediss://stoker-producer:...@queue.internal:6380",
     ),
 )
-@click.option("--redis", "redis_url", metavar="URL", default=default_redis_url, envvar=REDIS_URL_VARIABLE,
-              show_default=f"the embedded server of a worker here, by {SHOWN}, or else {DEFAULT_REDIS_URL}",
-              show_envvar=True, help="Server with the queue.")  # fmt: skip
+@click.option("--redis", "redis_url", metavar="URL", default=usual_url, help="Server with the queue.",
+              show_default=f"$STOKER_REDIS_URL, else the embedded server of a worker here, by {SHOWN}, else "
+              f"{DEFAULT_REDIS_URL}")  # fmt: skip
 @click.version_option(package_name="stoker")
 @click.pass_context
 def cli(context: click.Context, redis_url: str) -> None:

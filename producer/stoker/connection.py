@@ -3,6 +3,7 @@
 Owns no keys and no jobs. redis-py's clients are thread-safe, so everything here can be used from any thread.
 """
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
+from stoker_shared.environment import REDIS_URL_VARIABLE, default_redis_url
 from stoker_shared.errors import QueueError, RedisUnavailable
 from stoker_shared.text import mask_text, refusal_line
 
@@ -32,6 +34,11 @@ _OTHER_TYPE = re.compile(r"\bWRONGTYPE\b")  # in a pipeline or a script, other w
 
 class WrongKeyType(QueueError):
     """A key in Redis is of another type than ours: any producer may write there."""
+
+
+def usual_url() -> str:
+    """The server where none is named: ``$STOKER_REDIS_URL``, else as `default_redis_url`."""
+    return os.environ.get(REDIS_URL_VARIABLE) or default_redis_url()
 
 
 def open_connection(redis: "str | Redis") -> Redis:

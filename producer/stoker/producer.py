@@ -13,7 +13,7 @@ from redis.asyncio import Redis as AsyncRedis
 
 from stoker.agents import Agents, AsyncAgents
 from stoker.cascade.routing import Routing
-from stoker.connection import AnyRedis, address, blocking_slice_s, open_async_connection, open_connection
+from stoker.connection import AnyRedis, address, blocking_slice_s, open_async_connection, open_connection, usual_url
 from stoker.new_job import checked_queue_name
 from stoker.operations import Operation, Pause, ask, run, run_async
 from stoker.overview import Overview, QueueStatus, overview, queues_now
@@ -115,9 +115,10 @@ def outcomes_of(
 class AnyProducer:
     """The part that both producers share."""
 
-    def __init__(self, redis: object, connection: AnyRedis, queue: str) -> None:
+    def __init__(self, redis: object, open_: Callable[[Any], AnyRedis], queue: str) -> None:
+        redis = usual_url() if redis is None else redis
         self._queue = checked_queue_name(queue)
-        self._connection = connection
+        self._connection = open_(redis)
         self._url = redis if isinstance(redis, str) else None
         self._attendance = Attendance()
         self._routing = Routing(self._queue)
@@ -162,11 +163,12 @@ class Producer(AnyProducer):
 
     _connection: Redis
 
-    def __init__(self, redis: str | Redis, *, queue: str = DEFAULT_QUEUE) -> None:
+    def __init__(self, redis: str | Redis | None = None, *, queue: str = DEFAULT_QUEUE) -> None:
         """
         Args:
             redis: a URL (``redis://``, ``rediss://``, ``unix://``), or a connection, which is used as it is and never
-                closed.
+                closed. If not given, the URL is found as by the `stoker` command: ``$STOKER_REDIS_URL``, else that of
+                this user's embedded server, else ``redis://127.0.0.1:6379``.
             queue: RQ queue of jobs that name none.
 
         Raises:
@@ -174,7 +176,7 @@ class Producer(AnyProducer):
             ValueError: not a Redis URL, or a connection that decodes responses.
             TypeError: neither a string nor a connection.
         """
-        super().__init__(redis, open_connection(redis), queue)
+        super().__init__(redis, open_connection, queue)
         self.agents = Agents(self._connection, self._queue)
 
     def __enter__(self) -> Self:
@@ -360,16 +362,16 @@ class AsyncProducer(AnyProducer):
 
     _connection: AsyncRedis
 
-    def __init__(self, redis: str | AsyncRedis, *, queue: str = DEFAULT_QUEUE) -> None:
+    def __init__(self, redis: str | AsyncRedis | None = None, *, queue: str = DEFAULT_QUEUE) -> None:
         """
         Args:
-            redis: a URL, or a connection of redis.asyncio, which is used as it is and never closed.
+            redis: as for `Producer`, but a connection of redis.asyncio.
             queue: RQ queue of jobs that name none.
 
         Raises:
             InvalidRequest, ValueError: as `Producer`.
         """
-        super().__init__(redis, open_async_connection(redis), queue)
+        super().__init__(redis, open_async_connection, queue)
         self._shared = SharedConnection(self._connection)
         self.agents = AsyncAgents(self._shared.connection, self._queue)
 

@@ -1,7 +1,7 @@
 """The sources of the commands' settings: `STOKER_*` variables, the worker's TOML file, the user's embedded server.
 
-`stoker` and `stoker-worker` run in the same shell, so each accepts the variables of both. Only the commands check: a
-library must not depend on the environment of its process. Nothing here knows what a setting means.
+`stoker` and `stoker-worker` run in the same shell, so each accepts the variables of both. Only the commands refuse
+unknown ones: a library does not judge the environment of its process. Nothing here knows what a setting means.
 """
 
 import fcntl
@@ -16,7 +16,7 @@ from stoker_shared.durable_file import replace_file
 
 ENV_PREFIX: Final = "STOKER_"
 REDIS_URL_VARIABLE: Final = "STOKER_REDIS_URL"
-"""Read by both commands; the others only by `stoker-worker`."""
+"""Read by both commands and by producers; the others only by `stoker-worker`."""
 
 _NAMES: Final = """
     ADAPTER AGENT_TTL BURST CHAT_TEMPLATE CONFIG DEFAULTS DRAFT_NGRAM DTYPE ENGINE GRACE_S HEARTBEAT_S

@@ -1,5 +1,6 @@
 """A producer in other processes: pickled, or used after a fork."""
 
+import fcntl
 import multiprocessing
 import os
 import pickle
@@ -10,6 +11,7 @@ from fakeredis import FakeAsyncRedis, FakeRedis
 from tests.producer.played_worker import PlayedWorker
 
 from stoker import AsyncProducer, JobCanceled, JobFailed, JobNotFound, Producer, ResultTimeout
+from stoker_shared.environment import publish
 
 REQUEST: dict[str, Any] = {"agent_id": "a", "prompt": "x"}
 
@@ -19,6 +21,22 @@ def test_a_producer_made_from_a_url_can_be_pickled_and_shows_no_password(kind):
     copy = pickle.loads(pickle.dumps(kind("redis://:hunter2@example.org:1/3", queue="high")))
     assert repr(copy) == f"{kind.__name__}(redis at example.org:1/3, queue='high')"
     assert copy._connection.connection_pool.connection_kwargs["password"] == "hunter2"
+
+
+@pytest.mark.parametrize("kind", [Producer, AsyncProducer])
+def test_without_a_url_a_producer_finds_the_server_as_the_command_does_and_so_does_its_pickle(
+    kind, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("STOKER_REDIS_URL", "")
+    assert "redis at 127.0.0.1:6379/0" in repr(kind())
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        publish("redis://:hunter2@127.0.0.1:7001", tmp_path / "lock")
+        found = kind()
+    monkeypatch.setenv("STOKER_REDIS_URL", "redis://example.org:1/3")
+    assert "redis at example.org:1/3" in repr(kind())
+    assert "redis at 127.0.0.1:7001" in repr(pickle.loads(pickle.dumps(found)))
 
 
 @pytest.mark.parametrize(
