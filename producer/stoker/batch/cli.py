@@ -18,6 +18,7 @@ from redis import Redis
 
 from stoker.batch.collecting import Collector
 from stoker.batch.input_file import InputChanged, InputFile
+from stoker.batch.json_lines import JsonLines
 from stoker.batch.output_file import OutputFile
 from stoker.batch.planning import plan, plan_options
 from stoker.batch.progress import Progress
@@ -100,7 +101,7 @@ def run(
     **options: Any,
 ) -> None:
     """Run a file and wait for its answers; run it again to continue."""
-    with _server(context.obj) as connection, or_usage_error(lambda: InputFile(source)) as lines:
+    with _server(context.obj) as connection, or_usage_error(lambda: InputFile(JsonLines(source))) as lines:
         planned, feeder = plan(connection, source, lines, options)
         with or_usage_error(lambda: OutputFile(out, planned.batch)) as output:
             collector = Collector(connection, output, in_order)
@@ -126,7 +127,7 @@ def submit(url: str, /, source: Path, as_json: bool, **options: Any) -> None:
         if not as_json:
             click.echo(printable(line, lines=True), err=True)
 
-    with _server(url) as connection, or_usage_error(lambda: InputFile(source)) as lines:
+    with _server(url) as connection, or_usage_error(lambda: InputFile(JsonLines(source))) as lines:
         if not lines.n_requests:
             raise StokerError(f"{source} has no lines")
         planned, feeder = plan(connection, source, lines, options)

@@ -1,20 +1,16 @@
-"""An input file, its lines and their requests, and the ids that follow from it. No Redis.
+"""The input of a batch, its lines and their requests, and the ids that follow from it. No Redis, and no form of a file:
+`Rows` reads one.
 
-The file is read once as a whole to index it, then line by line in any order; the index has 8 bytes for each line, the
-place where it begins. A bad line never stops a batch: its answer is an error with the line's number. Ids follow from
-the input, so that a second start finds them: a job's id is ``BATCH-LINE-DIGEST``, with a digest of the `custom_id`.
+A bad line never stops a batch: its answer is an error with the line's number. Ids follow from the input, so that a
+second start finds them: a job's id is ``BATCH-LINE-DIGEST``, with a digest of the `custom_id`.
 """
 
 import hashlib
 import json
-import os
 import re
-import stat
-from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Protocol, Self
 
 from stoker.api.endpoints import BATCH_URLS, ENDPOINTS
 from stoker.api.failure import FieldRefused, field_of
@@ -195,47 +191,72 @@ class InputChanged(Exception):
     """The file was changed after it was indexed."""
 
 
+BLANK: Final = ""
+"""In place of a blank row's `custom_id`."""
+
+
+class Rows(Protocol):
+    """The rows of one file, numbered from 1, each in the form of OpenAI's lines."""
+
+    def read_through(self) -> Iterator[str | None]:
+        """Read the whole file, once and before `row`. Yields each row's `custom_id`: ``None`` if it cannot be read,
+        `BLANK` if the row is blank.
+
+        Raises:
+            OSError, ValueError: the file cannot be read.
+        """
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Of all that can change the requests, in hex. Known once the file is read through."""
+        ...
+
+    def row(self, number: int) -> bytes:
+        """The line, as JSON.
+
+        Raises:
+            BadLine: it cannot be read.
+            InputChanged: the file was changed.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
 class InputFile:
     """Lines are numbered from 1, as in editors; blank lines have a number but no request.
 
     Attributes:
-        digest: SHA-256 of the file, in hex.
+        digest: of the rows.
         n_lines: how many lines there are.
         n_requests: how many of them are not blank.
     """
 
-    def __init__(self, path: Path, *, max_line_bytes: int = MAX_LINE_BYTES, max_lines: int | None = None) -> None:
+    def __init__(self, rows: Rows, *, max_lines: int | None = None) -> None:
         """
         Args:
-            max_line_bytes: longer lines are bad ones.
+            rows: closed with this.
 
         Raises:
             OSError: it cannot be read.
-            ValueError: it is not a regular file, so it could not be read a second time; or it has over `max_lines`.
+            ValueError: it has another form, or over `max_lines`.
         """
-        self._file = path.open("rb")
-        self._path = path
-        self._max_line_bytes = max_line_bytes
-        self._max_lines = max_lines
-        if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
-            self._file.close()
-            raise ValueError(f"{path} cannot be read twice; write its lines to a regular file first")
-        self._starts = array("Q")
+        self._rows = rows
         self._blank, self._repeated = LineSet(), LineSet()
-        self._stamp = self._stat()
         try:
-            self.digest = self._read_through()
-        except ValueError:
-            self._file.close()
+            self.n_lines = self._read_through(max_lines)
+        except BaseException:
+            rows.close()
             raise
-        self.n_lines = len(self._starts)
+        self.digest = rows.digest
         self.n_requests = self.n_lines - len(self._blank)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        self._rows.close()
 
     def is_blank(self, number: int) -> bool:
         return number in self._blank
@@ -246,9 +267,7 @@ class InputFile:
             BadLine: it cannot be run.
             InputChanged: the file was changed.
         """
-        raw = self._raw(number)
-        if self._is_too_long(raw):
-            raise BadLine(number, None, "invalid_json_line", f"over {self._max_line_bytes} bytes")
+        raw = self._rows.row(number)
         if number in self._repeated:
             name = custom_id_of(number, raw)
             raise BadLine(
@@ -258,49 +277,25 @@ class InputFile:
 
     def custom_id(self, number: int) -> str | None:
         """The `custom_id` of this line's answer."""
-        if number in self._repeated or self._is_too_long(raw := self._raw(number)):
+        if number in self._repeated:
             return None
-        return custom_id_of(number, raw)
+        try:
+            return custom_id_of(number, self._rows.row(number))
+        except BadLine:
+            return None
 
-    def _is_too_long(self, raw: bytes) -> bool:
-        return len(raw) > self._max_line_bytes
-
-    def _raw(self, number: int) -> bytes:
-        if self._stat() != self._stamp:
-            raise InputChanged(f"{self._path} was changed while it was read")
-        self._file.seek(self._starts[number - 1])
-        return self._file.readline(self._max_line_bytes + 1)
-
-    def _stat(self) -> tuple[int, int]:
-        found = os.fstat(self._file.fileno())
-        return found.st_size, found.st_mtime_ns
-
-    def _read_through(self) -> str:
-        """Index the file: where its lines begin, which are blank, which repeat a `custom_id`. Returns its digest."""
-        digest, seen, at = hashlib.sha256(), set[int](), 0
-        while raw := self._file.readline(self._max_line_bytes + 1):
-            if len(self._starts) == self._max_lines:
-                raise ValueError(f"it has over {self._max_lines} lines")
-            self._starts.append(at)
-            number, at = len(self._starts), at + len(raw)
-            digest.update(raw)
-            if self._is_too_long(raw):
-                at += self._skip_line(digest)
-            elif not raw.strip():
+    def _read_through(self, max_lines: int | None) -> int:
+        """Note which lines are blank and which repeat a `custom_id`; returns how many there are."""
+        seen, number = set[int](), 0
+        for number, custom_id in enumerate(self._rows.read_through(), start=1):
+            if max_lines is not None and number > max_lines:
+                raise ValueError(f"it has over {max_lines} lines")
+            if custom_id == BLANK:
                 self._blank.add(number)
-            elif (custom_id := custom_id_of(number, raw)) is not None:
+            elif custom_id is not None:
                 # 8 bytes of a digest: a million ids have a false match in about one of 10 ** 7 files.
                 short = int.from_bytes(hashlib.blake2b(custom_id.encode(), digest_size=8).digest())
                 if short in seen:
                     self._repeated.add(number)
                 seen.add(short)
-        return digest.hexdigest()
-
-    def _skip_line(self, digest: "hashlib._Hash") -> int:
-        skipped = 0
-        while raw := self._file.readline(2**20):
-            digest.update(raw)
-            skipped += len(raw)
-            if raw.endswith(b"\n"):
-                break
-        return skipped
+        return number

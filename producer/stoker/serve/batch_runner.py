@@ -19,6 +19,7 @@ from stoker.api.failure import Failure
 from stoker.batch.collecting import Collector
 from stoker.batch.feeding import Feeder
 from stoker.batch.input_file import InputFile
+from stoker.batch.json_lines import JsonLines
 from stoker.batch.output_file import OutputFile, OutputRefused, is_success
 from stoker.batch.progress import Progress
 from stoker.batch.record import BatchRecord, cancel_batch, find_record, forget
@@ -87,8 +88,8 @@ class BatchRun:
         batch = self._batch
         try:
             source = self._files.get(batch.owner, batch.input_file_id)
-            limits = {"max_line_bytes": self._settings.max_body_bytes, "max_lines": MAX_LINES}
-            lines = self._open.enter_context(InputFile(self._files.content(source), **limits))
+            rows = JsonLines(self._files.content(source), max_line_bytes=self._settings.max_body_bytes)
+            lines = self._open.enter_context(InputFile(rows, max_lines=MAX_LINES))
         except (Failure, OSError, ValueError) as error:
             self._fail("invalid_file", f"the input file cannot be read: {error}")
             return None

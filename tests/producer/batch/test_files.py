@@ -18,6 +18,7 @@ from stoker.batch.input_file import (
     fingerprint_of,
     job_id_for,
 )
+from stoker.batch.json_lines import JsonLines
 from stoker.batch.output_file import OutputFile, OutputRefused, line_bytes, not_run_line
 
 BATCH = batch_for("nightly", fingerprint_of("digest", []))
@@ -31,7 +32,7 @@ def line(custom_id, prompt="x"):
 def opened(tmp_path, text):
     path = tmp_path / "in.jsonl"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return InputFile(path)
+    return InputFile(JsonLines(path))
 
 
 def answer(number, custom_id="one", batch=BATCH):
@@ -67,7 +68,7 @@ def test_a_line_without_end_is_one_bad_line_and_does_not_fill_the_memory(tmp_pat
             file.write(b"x" * MAX_LINE_BYTES)
         file.write(f"\n{line('two')}\n".encode())
     tracemalloc.start()
-    with InputFile(path) as lines:
+    with InputFile(JsonLines(path)) as lines:
         with pytest.raises(BadLine, match="line 1: over"):
             lines.line(1, BodyOptions())
         assert lines.line(2, BodyOptions()).custom_id == "two"
@@ -79,7 +80,7 @@ def test_an_input_that_cannot_be_read_twice_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     writer = os.open(tmp_path / "pipe", os.O_RDWR)  # so that opening it for reading does not block
     with pytest.raises(ValueError, match="cannot be read twice"):
-        InputFile(tmp_path / "pipe")
+        InputFile(JsonLines(tmp_path / "pipe"))
     os.close(writer)
 
 

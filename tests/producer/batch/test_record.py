@@ -10,6 +10,7 @@ from stoker.api.fields import BodyOptions
 from stoker.batch.collecting import ends_of, server_ms
 from stoker.batch.feeding import Feeder
 from stoker.batch.input_file import InputFile
+from stoker.batch.json_lines import JsonLines
 from stoker.batch.record import BatchRecord, forget, mark_canceled, read_record, register, sent_lines, take_out
 from stoker.new_job import JobOptions
 from stoker.operations import Watched, run
@@ -24,7 +25,7 @@ def lines(tmp_path):
     line = {"method": "POST", "url": "/v1/completions", "body": body}
     text = "".join(f"{json.dumps({'custom_id': f'c{n}', **line})}\n" for n in range(LINES))
     (tmp_path / "in.jsonl").write_text(text + "no line\n")
-    with InputFile(tmp_path / "in.jsonl") as lines:
+    with InputFile(JsonLines(tmp_path / "in.jsonl")) as lines:
         yield lines
 
 

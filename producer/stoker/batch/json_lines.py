@@ -1,0 +1,76 @@
+"""Rows of a file of OpenAI Batch lines. Implements `Rows`.
+
+The file is read once as a whole to index it, then line by line in any order; the index has 8 bytes for each line, the
+place where it begins.
+"""
+
+import hashlib
+import os
+import stat
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+
+from stoker.batch.input_file import BLANK, MAX_LINE_BYTES, BadLine, InputChanged, custom_id_of
+
+
+class JsonLines:
+    def __init__(self, path: Path, *, max_line_bytes: int = MAX_LINE_BYTES) -> None:
+        """
+        Args:
+            max_line_bytes: longer lines are bad ones.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: it is not a regular file, so it could not be read a second time.
+        """
+        self._file = path.open("rb")
+        self._path = path
+        self._max_line_bytes = max_line_bytes
+        if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+            self._file.close()
+            raise ValueError(f"{path} cannot be read twice; write its lines to a regular file first")
+        self._starts = array("Q")
+        self._digest = hashlib.sha256()
+        self._stamp = self._stat()
+
+    @property
+    def digest(self) -> str:
+        return self._digest.hexdigest()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def read_through(self) -> Iterator[str | None]:
+        at = 0
+        while raw := self._file.readline(self._max_line_bytes + 1):
+            self._starts.append(at)
+            at += len(raw)
+            self._digest.update(raw)
+            if len(raw) > self._max_line_bytes:
+                at += self._skip_line()
+                yield None
+            else:
+                yield custom_id_of(len(self._starts), raw) if raw.strip() else BLANK
+
+    def row(self, number: int) -> bytes:
+        if self._stat() != self._stamp:
+            raise InputChanged(f"{self._path} was changed while it was read")
+        self._file.seek(self._starts[number - 1])
+        raw = self._file.readline(self._max_line_bytes + 1)
+        if len(raw) > self._max_line_bytes:
+            raise BadLine(number, None, "invalid_json_line", f"over {self._max_line_bytes} bytes")
+        return raw
+
+    def _stat(self) -> tuple[int, int]:
+        found = os.fstat(self._file.fileno())
+        return found.st_size, found.st_mtime_ns
+
+    def _skip_line(self) -> int:
+        skipped = 0
+        while raw := self._file.readline(2**20):
+            self._digest.update(raw)
+            skipped += len(raw)
+            if raw.endswith(b"\n"):
+                break
+        return skipped
