@@ -189,7 +189,8 @@ class NewJob:
         hint = [utcformat(job.created_at), request.access]
         if request.agent_id is not None and request.access != "none":
             hint.append(request.agent_id)
-        self._fields: dict[str, Any] = {**job.to_dict(), FIELD_AGENT: " ".join(hint)}
+        written = {name: value for name, value in job.to_dict().items() if value != ""}  # RQ reads both as missing
+        self._fields: dict[str, Any] = {**written, FIELD_AGENT: " ".join(hint)}
         if options.stream:
             self._fields[FIELD_STREAM] = 1
         self.size_bytes = len(job.data)

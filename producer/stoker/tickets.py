@@ -130,8 +130,8 @@ class Ticket(AnyTicket):
         """
         if self._ended is not None:
             return self._ended.outcome()
-        slice_s = blocking_slice_s(self._connection)
-        return run(self._connection, wait_for_end(self._job_id, timeout_s, slice_s)).outcome()
+        slice_s, is_new = blocking_slice_s(self._connection), self._queue_if_new is not None
+        return run(self._connection, wait_for_end(self._job_id, timeout_s, slice_s, is_new=is_new)).outcome()
 
     def stream(self, timeout_s: float | None = None) -> Iterator[StreamEvent]:
         """The text as it is generated: first the text so far, then each new piece until the job has ended.
@@ -183,6 +183,7 @@ class Ticket(AnyTicket):
             JobNotFound: no such job (any more).
             RedisUnavailable: no server answers.
         """
+        self._queue_if_new = None  # its end may be there already, without an entry to wait for
         return run(self._connection, cancel_job(self._job_id))
 
 

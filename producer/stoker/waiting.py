@@ -31,6 +31,7 @@ GIVE_UP_S = 60.0
 """Seconds without a server after which a wait without a time limit ends."""
 
 _PAUSE_S: Final = 0.2
+_FIRST_BLOCK_S: Final = 0.2  # a cancel by somebody else is noticed that much later
 
 
 class Patience:
@@ -40,11 +41,15 @@ class Patience:
         timeout_s: how long to wait, in seconds; ``None`` for no limit.
     """
 
-    def __init__(self, timeout_s: float | None) -> None:
+    def __init__(self, timeout_s: float | None, *, was_answered: bool = False) -> None:
+        """
+        Args:
+            was_answered: the server is known to be at its address.
+        """
         self.timeout_s = timeout_s
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._lost_at: float | None = None
-        self._was_answered = False
+        self._was_answered = was_answered
 
     @property
     def left_s(self) -> float:
@@ -75,12 +80,13 @@ class Patience:
 
 
 def wait_for_end(
-    job_id: str, timeout_s: float | None, slice_s: float, *, waited_s: float = 0.0
+    job_id: str, timeout_s: float | None, slice_s: float, *, is_new: bool = False, waited_s: float = 0.0
 ) -> Operation[JobRecord]:
     """
     Args:
         timeout_s: how long to wait, in seconds; ``None`` for no limit, 0 to check once.
         slice_s: longest blocking read, as `blocking_slice_s` of the connection.
+        is_new: it was enqueued just now, so the first look already waits a little: a short job costs one round trip.
         waited_s: how long the caller has waited before, in seconds; for the error's message.
 
     Raises:
@@ -89,7 +95,8 @@ def wait_for_end(
         redis.exceptions.RedisError: no server answered at the start, at the end of `timeout_s`, or for `GIVE_UP_S`
             during a wait without a limit.
     """
-    patience, last_entry_id, block_s = Patience(timeout_s), NO_ENTRY, 0.0
+    patience, last_entry_id = Patience(timeout_s, was_answered=is_new), NO_ENTRY
+    block_s = min(slice_s, patience.left_s, _FIRST_BLOCK_S) if is_new else 0.0
     while True:
         record = yield from patience.enduring(_look(job_id, last_entry_id, block_s))
         if record is not None:  # else the connection was lost

@@ -1,4 +1,4 @@
-"""Jobs are written with the same keys as by RQ's own enqueueing."""
+"""Jobs are written with the same keys as by RQ's own enqueueing, but for empty fields, which RQ reads as missing."""
 
 from datetime import datetime
 from typing import Any
@@ -44,7 +44,7 @@ def dump(connection):
         kind = connection.type(key)
         if kind == b"hash":
             fields = {name: masked(value) for name, value in connection.hgetall(key).items()}
-            value = {name: value for name, value in fields.items() if name != FIELD_AGENT.encode()}
+            value = {name: value for name, value in fields.items() if value and name != FIELD_AGENT.encode()}
         elif kind == b"zset":
             value = connection.zrange(key, 0, -1)
         else:

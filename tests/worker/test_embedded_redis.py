@@ -13,6 +13,7 @@ from redis import Redis
 from redis.exceptions import AuthenticationError
 from tests.support.server_fixture import require_server_program
 
+from stoker import Producer
 from stoker_shared.errors import RedisUnavailable, StoreUnusable
 from stoker_worker import embedded_redis as server_program
 from stoker_worker.embedded_redis import EmbeddedServer
@@ -70,6 +71,20 @@ def test_it_listens_on_loopback_keeps_everything_and_drops_nothing(folder):
         "dir": str(folder),
     }
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_waiting_job_takes_the_memory_that_the_page_on_operations_promises(folder):
+    with EmbeddedServer(folder) as server, Redis.from_url(server.url) as connection, Producer(connection) as producer:
+        small = memory_of(connection, producer)
+        connection.config_set("hash-max-ziplist-value", 64)  # as a server has it that nobody has set up
+        assert (small <= 900, memory_of(connection, producer) <= 1500) == (True, True)
+
+
+def memory_of(connection, producer):
+    """Of all keys of a job that waits, its place in the queue included."""
+    ids = [producer.submit(agent_id="an agent", prompt="Say hello to everybody in the room.").job_id for _ in range(10)]
+    keys = [f"rq:job:{job_id}" for job_id in ids] + ["rq:queue:generate"]
+    return sum(map(connection.memory_usage, keys)) / len(ids)
 
 
 def test_other_users_of_the_machine_cannot_read_the_queue_nor_see_the_password(folder):

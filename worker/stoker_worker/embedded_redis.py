@@ -95,6 +95,7 @@ class ServerState:
             "appendfsync": "everysec",
             "save": '""',
             "maxmemory-policy": "noeviction",
+            "hash-max-ziplist-value": 4096,  # a waiting job takes half the memory; newer servers know this name too
             "daemonize": "no",
         }
         if self.password:
