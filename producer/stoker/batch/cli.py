@@ -17,10 +17,9 @@ import click
 from redis import Redis
 
 from stoker.batch.collecting import Collector
-from stoker.batch.input_file import InputChanged, InputFile
-from stoker.batch.json_lines import JsonLines
+from stoker.batch.input_file import InputChanged
 from stoker.batch.output_file import OutputFile
-from stoker.batch.planning import plan, plan_options
+from stoker.batch.planning import input_file, plan, plan_options
 from stoker.batch.progress import Progress
 from stoker.batch.record import (
     BatchGone,
@@ -51,7 +50,7 @@ NOT_ALL: Final = 4
 
 _files = options_under("Answers")
 _job = options_under("Jobs")
-_input = click.argument("source", metavar="IN.jsonl", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+_input = click.argument("source", metavar="FILE", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 _out = _files("--out", required=True, metavar="OUT.jsonl", type=click.Path(dir_okay=False, path_type=Path),
               help="File for the answers; give the same file to continue.")  # fmt: skip
 _in_order = _files("--in-order", is_flag=True, help="Write answers in the order of the lines, not as they end.")
@@ -71,12 +70,13 @@ _in_order = _files("--in-order", is_flag=True, help="Write answers in the order 
     ),
 )
 def batch() -> None:
-    """Run files of OpenAI Batch lines."""
+    """Run files of OpenAI Batch lines, or of prompts."""
 
 
 @batch.command(
     epilog=examples(
         "stoker batch run IN.jsonl --out OUT.jsonl --any-model",
+        "stoker batch run --prompts prompts.txt --template 'Summarise: {}' --out OUT.jsonl",
         "stoker batch run IN.jsonl --out OUT.jsonl --model-alias gpt-4o=mlx-community/Qwen3-4B-4bit --in-order",
     )
 )
@@ -101,7 +101,7 @@ def run(
     **options: Any,
 ) -> None:
     """Run a file and wait for its answers; run it again to continue."""
-    with _server(context.obj) as connection, or_usage_error(lambda: InputFile(JsonLines(source))) as lines:
+    with _server(context.obj) as connection, input_file(source, options) as lines:
         planned, feeder = plan(connection, source, lines, options)
         with or_usage_error(lambda: OutputFile(out, planned.batch)) as output:
             collector = Collector(connection, output, in_order)
@@ -114,7 +114,9 @@ def run(
             _finish(context, as_json, planned, output)
 
 
-@batch.command(epilog=examples("stoker batch submit IN.jsonl --any-model --keep 12h"))
+@batch.command(
+    epilog=examples("stoker batch submit IN.jsonl --any-model --keep 12h", "stoker batch submit --prompts prompts.txt")
+)
 @_input
 @plan_options
 @json_option
@@ -127,7 +129,7 @@ def submit(url: str, /, source: Path, as_json: bool, **options: Any) -> None:
         if not as_json:
             click.echo(printable(line, lines=True), err=True)
 
-    with _server(url) as connection, or_usage_error(lambda: InputFile(JsonLines(source))) as lines:
+    with _server(url) as connection, input_file(source, options) as lines:
         if not lines.n_requests:
             raise StokerError(f"{source} has no lines")
         planned, feeder = plan(connection, source, lines, options)
@@ -207,12 +209,15 @@ def _finish(context: click.Context, as_json: bool, record: BatchRecord, output: 
     n_answered, n_failed = len(output.written), output.n_failed
     counts = {"batch": record.batch, "lines": record.n_requests, "succeeded": n_answered - n_failed, "failed": n_failed}
     left = record.n_requests - n_answered
-    text = f"{n_answered - n_failed:,} succeeded, {n_failed:,} failed"
+    cut_off = f" ({output.n_cut_off:,} cut off by max_tokens)" if output.n_cut_off else ""
+    text = f"{n_answered - n_failed:,} succeeded{cut_off}, {n_failed:,} failed"
     text += f" ({output.causes})" if n_failed else ""
     text += f", {left:,} not answered yet" if left else ""
     if as_json:
         checked = output.attempts.as_json() if output.attempts.models else {}
-        click.echo(json.dumps({**counts, "left": left, "causes": output.causes.counts, **checked}))
+        click.echo(
+            json.dumps({**counts, "left": left, "cut_off": output.n_cut_off, "causes": output.causes.counts, **checked})
+        )
     else:
         if output.attempts.models:
             click.echo(printable(output.attempts.text(), lines=True), err=True)

@@ -69,6 +69,13 @@ def is_success(answer: Mapping[str, Any]) -> bool:
     return answer["response"] is not None and answer["response"]["status_code"] == 200
 
 
+def is_cut_off(answer: Mapping[str, Any]) -> bool:
+    """True if a limit of tokens ended an answer; of one that succeeded."""
+    body = answer["response"]["body"]
+    ends = [choice["finish_reason"] for choice in body.get("choices", ())]
+    return "length" in ends or body.get("status") == "incomplete"
+
+
 _MAX_KINDS: Final = 50
 _HINTS: Final[Mapping[str, str]] = {"model_not_found": "--any-model, or --model-alias THEIRS=OURS, runs such lines"}
 
@@ -114,6 +121,7 @@ class OutputFile:
     """
     Attributes:
         written: numbers of the lines whose answers are in it.
+        n_cut_off: how many of them are answers that a limit of tokens ended.
         causes: causes of the failures among them.
         attempts: what the models did, where the lines were checked.
     """
@@ -129,6 +137,7 @@ class OutputFile:
         is_new = not path.exists()
         self._file = path.open("a+b", buffering=0)
         self.written = LineSet()
+        self.n_cut_off = 0
         self.causes = Causes()
         self.attempts = Attempts()
         self._failed = LineSet()
@@ -182,7 +191,9 @@ class OutputFile:
 
     def _note(self, number: int, answer: Mapping[str, Any]) -> None:
         if number not in self.written:
-            if not is_success(answer):
+            if is_success(answer):
+                self.n_cut_off += is_cut_off(answer)
+            else:
                 self.causes.note(number, answer)
                 self._failed.add(number)
             self.attempts.note(answer)

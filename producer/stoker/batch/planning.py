@@ -13,6 +13,8 @@ from redis import Redis
 from stoker.api.fields import BodyOptions
 from stoker.batch.feeding import Feeder, ModelChoice
 from stoker.batch.input_file import MAX_NAME_CHARACTERS, InputFile, batch_for, fingerprint_of, is_batch_name
+from stoker.batch.json_lines import JsonLines
+from stoker.batch.prompts import MAX_TOKENS, PLACE, PromptLines, Prompts
 from stoker.batch.record import BatchRecord, read_record
 from stoker.cascade.routing import Routing
 from stoker.command_parts import or_usage_error
@@ -24,6 +26,7 @@ from stoker_shared.text import seconds_of
 from stoker_shared.wire import DEFAULT_JOB_TIMEOUT_S, DEFAULT_QUEUE
 
 _line = options_under("Lines")
+_prompt = options_under("Prompts")
 _models = options_under("Models and checks")
 _job = options_under("Jobs")
 _OPTIONS = (
@@ -32,7 +35,13 @@ _OPTIONS = (
           help="Run lines for the model THEIRS on the model OURS; repeatable."),
     _line("--any-model", is_flag=True, help="Run all lines on the loaded model, even if they name another."),
     _line("--max-tokens", type=click.IntRange(min=1), metavar="N",
-          help="For lines without a limit.  [what the context leaves; text 16]"),
+          help=f"For lines without a limit.  [what the context leaves; text 16; prompts {MAX_TOKENS}]"),
+    _prompt("--prompts", "are_prompts", is_flag=True,
+            help="FILE has one prompt on each line: a chat message, with the line's number as its custom_id."),
+    _prompt("--template", metavar="TEXT", help="The message, with {} where the prompt goes.  [{}]"),
+    _prompt("--temperature", type=click.FloatRange(0, 2), metavar="X",
+            help="0: always take the likeliest token.  [0.0]"),
+    _prompt("--model", metavar="NAME", help="Only a worker that has loaded this model runs prompts.  [any]"),
     _models("--models", metavar="NAMES",
             help="Models to ask, the cheapest first, as a,b; or auto. The lines' own are not looked at."),
     _models("--check", type=click.File("r", encoding="utf-8"), metavar="FILE",
@@ -56,6 +65,37 @@ def plan_options(command: FC) -> FC:
     return command
 
 
+def input_file(source: Path, options: Mapping[str, Any]) -> InputFile:
+    """The file of lines, or of prompts.
+
+    Raises:
+        click.UsageError: it cannot be read, or an option of prompts is not valid.
+    """
+    prompts = _prompts_of(options)
+
+    def opened() -> InputFile:
+        lines = JsonLines(source)
+        return InputFile(lines if prompts is None else PromptLines(lines, prompts))
+
+    return or_usage_error(opened)
+
+
+def _prompts_of(options: Mapping[str, Any]) -> Prompts | None:
+    """``None`` if the file has lines of a batch.
+
+    Raises:
+        click.UsageError: they do not go together, or the template has no place for the prompt.
+    """
+    given = {name: options[name] for name in ("template", "temperature", "model") if options[name] is not None}
+    if not options["are_prompts"]:
+        if given:
+            raise click.UsageError(f"--{next(iter(given))} needs --prompts; lines of a batch have their own")
+        return None
+    if PLACE not in given.get("template", PLACE):
+        raise click.UsageError("--template has no {}, the place of the prompt")
+    return Prompts(**given)
+
+
 def plan(connection: Redis, source: Path, lines: InputFile, options: Mapping[str, Any]) -> tuple[BatchRecord, Feeder]:
     """The record of this file's batch, and the feeder that sends its lines.
 
@@ -70,8 +110,10 @@ def plan(connection: Redis, source: Path, lines: InputFile, options: Mapping[str
         raise click.UsageError(f"--name: at most {MAX_NAME_CHARACTERS} English letters, digits, - and _")
     queue = or_usage_error(lambda: checked_queue_name(options["queue"]))
     choice = _choice(queue, options)
-    any_model = options["any_model"] or choice is not None
-    line_options = BodyOptions(aliases_of(options["model_aliases"]), any_model, options["max_tokens"])
+    prompts = _prompts_of(options)
+    any_model = options["any_model"] or choice is not None or (prompts is not None and prompts.model is None)
+    max_tokens = options["max_tokens"] or (None if prompts is None else MAX_TOKENS)
+    line_options = BodyOptions(aliases_of(options["model_aliases"]), any_model, max_tokens)
     kind: list[Any] = [name, queue, asdict(line_options)]
     if choice is not None:
         kind += [choice.models, choice.check, choice.min_trust]

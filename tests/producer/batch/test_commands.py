@@ -8,7 +8,7 @@ import time
 
 import pytest
 from rq.exceptions import NoSuchJobError
-from tests.producer.played_worker import PlayedWorker
+from tests.producer.played_worker import PlayedWorker, result_fields
 from tests.support.wait import wait_for
 
 from stoker.batch import record as batch_record
@@ -43,7 +43,8 @@ def somebody(connection):
         while not stop.wait(0.01):
             for job_id in connection.lrange("rq:queue:generate", 0, -1):
                 try:
-                    prompt = played.job(job_id.decode()).kwargs["request"]["prompt"]
+                    request = played.job(job_id.decode()).kwargs["request"]
+                    prompt = request.get("prompt") or request["messages"][0]["content"]
                 except NoSuchJobError:  # it was taken out just now
                     continue
                 if prompt.startswith("later"):
@@ -103,6 +104,33 @@ def test_run_answers_every_line_and_leaves_nothing_in_redis(batch, connection, s
     assert texts(tmp_path) == {"c0": "one", "c1": "EngineFailed: it says so", "c2": "three"}
     assert keys(connection) == []
     assert [connection.zcard(f"rq:{name}:generate") for name in ("finished", "failed")] == [0, 0]
+
+
+def test_a_file_of_prompts_is_run_and_continued_with_its_template_but_with_no_other(batch, somebody, tmp_path):
+    (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
+    somebody.begin()
+    run = ("run", "--prompts", "prompts.txt", "--out", "out.jsonl", "--template")
+    code, _, err = batch(*run, "say {}")
+    assert (code, sorted(somebody.ends)) == (0, ["say one", "say two"])
+    assert "2 succeeded, 0 failed" in err
+    answers = (tmp_path / "out.jsonl").read_text().splitlines()
+    assert {json.loads(answer)["custom_id"] for answer in answers} == {"1", "3"}
+    assert batch(*run, "say {}")[0] == 0
+    code, _, err = batch(*run, "sing {}")
+    assert (code, len(somebody.ends)) == (2, 2)
+    assert "an option has changed" in err
+
+
+def test_answers_that_are_cut_off_are_counted_by_the_process_that_fetches_and_by_the_next(
+    batch, connection, somebody, tmp_path
+):
+    write(tmp_path, ["one", "two"])
+    batch("submit", "in.jsonl", "--name", "b")
+    [first, second] = connection.lrange("rq:queue:generate", 0, -1)
+    somebody.played.finish(first.decode(), {**result_fields(first.decode(), "on"), "finish_reason": "length"})
+    somebody.played.finish(second.decode(), text="two")
+    for _ in range(2):
+        assert "2 succeeded (1 cut off by max_tokens), 0 failed" in batch("fetch", "b", "--out", "out.jsonl")[2]
 
 
 def test_run_again_runs_nothing_again_but_lines_that_were_taken_out_of_the_file(batch, somebody, tmp_path):
@@ -355,6 +383,8 @@ def test_a_disk_that_is_full_stops_the_batch_and_loses_nothing(batch, somebody, 
         (("submit", "in.jsonl", "--name", "a:b"), "--name"),
         (("submit", "in.jsonl", "--model-alias", "gpt"), "--model-alias"),
         (("submit", "in.jsonl", "--queue", "a,b"), "queue"),
+        (("submit", "in.jsonl", "--template", "say {}"), "--prompts"),
+        (("submit", "--prompts", "in.jsonl", "--template", "say"), "{}"),
     ],
 )
 def test_a_wrong_command_is_refused_before_anything_is_sent(batch, connection, tmp_path, arguments, word):

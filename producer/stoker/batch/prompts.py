@@ -1,0 +1,68 @@
+"""Rows of a text file with one prompt on each line. Implements `Rows`."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Final
+
+from stoker.api.chat import CHAT_URL
+from stoker.batch.input_file import BLANK, BadLine
+from stoker.batch.json_lines import JsonLines
+
+MAX_TOKENS: Final = 1024
+"""For prompts without another limit. Greedy decoding of a small model may never end by itself."""
+
+PLACE: Final = "{}"
+"""Where a template has the prompt."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """How prompts are asked.
+
+    Attributes:
+        template: the message; `PLACE` in it becomes the prompt.
+        model: ``None`` for the loaded one.
+    """
+
+    template: str = PLACE
+    temperature: float = 0.0
+    model: str | None = None
+
+    def line(self, custom_id: str, prompt: str) -> bytes:
+        """The line of a batch that asks this prompt."""
+        message = {"role": "user", "content": self.template.replace(PLACE, prompt)}
+        body = {"model": self.model, "messages": [message], "temperature": self.temperature}
+        return json.dumps({"custom_id": custom_id, "method": "POST", "url": CHAT_URL, "body": body}).encode()
+
+
+class PromptLines:
+    """A line's number is its `custom_id`."""
+
+    def __init__(self, lines: JsonLines, prompts: Prompts) -> None:
+        """
+        Args:
+            lines: the file's lines; none of them need be JSON.
+        """
+        self._lines = lines
+        self._prompts = prompts
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps([self._lines.digest, asdict(self._prompts)]).encode()).hexdigest()
+
+    def close(self) -> None:
+        self._lines.close()
+
+    def read_through(self) -> Iterator[str | None]:
+        for number, custom_id in enumerate(self._lines.read_through(), start=1):
+            yield BLANK if custom_id == BLANK else str(number)
+
+    def row(self, number: int) -> bytes:
+        raw = self._lines.row(number)
+        try:
+            prompt = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError:
+            raise BadLine(number, str(number), "invalid_value", "not UTF-8 text") from None
+        return self._prompts.line(str(number), prompt.rstrip("\r\n"))
