@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.worker.memory.agents import (
@@ -262,6 +263,24 @@ def test_calls_that_go_on_with_one_conversation_at_the_same_time_are_all_kept(tm
     walk(store)
     assert len(files_below(tmp_path / "pieces")) == conversations(store) == 4
     assert list(verify_store(store.parts)) == []
+
+
+def test_a_conversation_that_another_call_goes_on_with_during_a_look_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, rows_of = open_store(tmp_path), transcripts.session_rows
+    call(store, LONG[:600])
+    others = [(*LONG[:600], *ids(200, seed=1))]
+
+    def overtaken(*args: Any) -> Any:
+        rows = rows_of(*args)
+        if others:
+            call(store, others.pop())
+        return rows
+
+    monkeypatch.setattr(transcripts, "session_rows", overtaken)
+    assert call(store, (*LONG[:600], *ids(200, seed=2))) == (600, None)
+    assert others == []
 
 
 def test_a_crash_before_the_rows_are_written_leaves_what_was_kept(
