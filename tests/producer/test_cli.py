@@ -174,7 +174,7 @@ def commands(group, *path):
 @pytest.mark.parametrize("command", list(commands(cli)))
 def test_every_command_has_help_with_examples_that_parse(command, tmp_path, monkeypatch):
     assert command.help
-    for name in ("request.json", "animal.json", "IN.jsonl", "OUT.jsonl"):
+    for name in ("request.json", "animal.json", "IN.jsonl", "OUT.jsonl", "prompts.txt"):
         (tmp_path / name).write_text("{}")
     monkeypatch.chdir(tmp_path)
     for each in (command, *getattr(command, "commands", {}).values()):
