@@ -205,6 +205,7 @@ def fork_agent(parts: StoreParts, source: str, target: str, asked: Asked = BY_CO
     except Exception:
         parts.pieces.remove(pieces)
         raise
+    parts.pieces.keep_only(pieces, target, forked.version)
     return forked
 
 
@@ -290,7 +291,7 @@ def _commit(parts: StoreParts, going: _Going) -> None:
         asked.remember(connection, row.number, back.agent_id, back, version=back.version)
 
     parts.commit_next(going.next, change)
-    parts.pieces.remove(parts.pieces.paths(back.agent_id, back.from_version))
+    parts.pieces.keep_only((), back.agent_id, back.version)
 
 
 def _prepare(connection: Connection, agent_id: str, version: int | None, asked: Asked, made_by: MadeBy) -> _Going:

@@ -22,7 +22,7 @@ import json
 import os
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -515,6 +515,12 @@ class PieceFolder:
         except OSError:
             self.remove(pieces)
             raise
+
+    def keep_only(self, pieces: Container[Path], agent_id: str, version: int) -> None:
+        """Remove the other files of this version, which a crash may have left, and those of the one before it. Never
+        raises."""
+        places = (*self.paths(agent_id, version - 1), *self.paths(agent_id, version))
+        self.remove(path for path in places if path not in pieces)
 
     def remove(self, paths: Iterable[Path]) -> None:
         """Remove those that are there. Never raises: `Upkeep` finds what is left."""

@@ -186,8 +186,7 @@ class SessionCaches:
         except (OSError, Damaged):
             self._pieces.remove(pieces)
             raise
-        old = {*self._pieces.paths(name, version - 1), *self._pieces.paths(name, version)}
-        self._pieces.remove(old.difference(pieces))
+        self._pieces.keep_only(pieces, name, version)
         return sum(sizes.values()) + piece_bytes + LOG_BYTES
 
     def _take(self, session: str, chain: BlockChain) -> tuple[str, int]:

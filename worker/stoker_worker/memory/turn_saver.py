@@ -244,10 +244,7 @@ class TurnSaver:
             self._pieces.remove(pieces)
             raise
         self._known_models.add(turn.model.fingerprint)
-        old = self._pieces.paths(turn.agent_id, turn.base.number) if turn.base.cache is not None else ()
-        # A crash may have left some under the new version's names.
-        others = set(self._pieces.paths(turn.agent_id, turn.version)).difference(pieces)
-        self._pieces.remove((*old, *others))
+        self._pieces.keep_only(pieces, turn.agent_id, turn.version)
         return sum(sizes.values()) + piece_bytes + LOG_BYTES + _ROW_BYTES * len(written.record.new_tokens)
 
     def _commit(self, connection: Connection, written: "_Written") -> None:

@@ -140,6 +140,37 @@ def test_a_machine_that_died_before_the_end_of_its_job_is_answered_elsewhere(mac
     assert two.agent().tokens() == LONG[:300]
 
 
+class Killed(BaseException):
+    """The process ends here."""
+
+
+@pytest.mark.parametrize("next_one", ["a turn elsewhere", "a rollback", "a fork"])
+def test_cache_files_of_a_turn_that_a_crash_cut_short_are_not_those_of_the_next_version(
+    machine: Start, monkeypatch: pytest.MonkeyPatch, next_one: str
+) -> None:
+    one, two = machine("one"), machine("two")
+    one.agent("whole blocks").say(LONG[:512])
+    if next_one != "a fork":
+        one.agent().say(LONG[:300])
+    turn = one.agent().turn(LONG[:310])
+
+    def killed(*args: object) -> bool:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one.bucket, "create", killed)
+        with pytest.raises(Killed):
+            one.store.save(turn)
+    if next_one == "a turn elsewhere":
+        two.agent().say(LONG[:320])
+        assert one.agent().tokens() == LONG[:320]
+    elif next_one == "a rollback":
+        run(one, "rollback", version=1)
+    else:
+        run(one, "fork", "whole blocks", target="agent")
+    assert not problems_of(one.store.local)
+
+
 def test_a_stale_machine_cannot_save_and_then_has_what_the_other_wrote(machine: Start) -> None:
     stale, other = machine("stale"), machine("other")
     stale.agent().say(LONG[:300])

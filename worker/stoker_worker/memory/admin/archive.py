@@ -304,6 +304,7 @@ class _Import:
         except Exception:
             parts.pieces.remove(pieces)
             raise
+        parts.pieces.keep_only(pieces, self.agent_id, version.number)
         n_new = len(self._staged) - len(pieces)
         return Imported(self.agent_id, version.number, n_new, 0 if self._with_blocks else blocks)
 

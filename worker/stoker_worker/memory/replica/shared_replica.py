@@ -215,6 +215,7 @@ class SharedReplica(Replica):
             raise self._lost(agent_id, newest, damage) from damage
         finally:
             self._on_brought(agent_id)
+        self._parts.pieces.keep_only((), agent_id, newest)
         if row is not None:
             self._parts.pieces.remove(self._parts.pieces.paths(agent_id, row.version))
         _log.info("agent %r: brought in version %d in %.3f s", agent_id, newest, time.perf_counter() - began)
