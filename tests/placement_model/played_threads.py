@@ -12,6 +12,7 @@ import threading
 import time
 from contextlib import contextmanager
 
+PLAYED = ("stoker_", "queue", "threading", "time")  # modules whose clocks are the stage's
 GRID_S = 1.0  # whoever waits for a while goes on at such a time: a loop that looks often costs no steps
 
 
@@ -187,7 +188,7 @@ class Stage:
             time.perf_counter: lambda: stage.now,
             time.sleep: lambda s: me.wait(lambda: False, s) if (me := stage.current()) else real_sleep(s),
         }
-        for module in [m for name, m in list(sys.modules.items()) if name.startswith(("stoker_", "queue", "time"))]:
+        for module in [m for name, m in list(sys.modules.items()) if name.startswith(PLAYED)]:
             for name, value in list(vars(module).items()):
                 if callable(value) and value in played:
                     patch.setattr(module, name, played[value])
