@@ -70,8 +70,8 @@ def _behind(pieces: list[memoryview], n_bytes: int) -> list[memoryview]:
 _FULL_SYNC: Final[int | None] = getattr(fcntl, "F_FULLFSYNC", None)
 
 
-def write_new(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Make a new file, mode 0600, with these bytes, and sync it.
+def write_new(path: Path, chunks: Iterable[bytes | memoryview], *, is_durable: bool = True) -> None:
+    """Make a new file, mode 0600, with these bytes, and sync it if it is to be durable.
 
     Raises:
         FileExistsError: `path` exists.
@@ -80,7 +80,8 @@ def write_new(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         write_all(file, chunks)
-        os.fsync(file)
+        if is_durable:
+            os.fsync(file)
     finally:
         os.close(file)
 

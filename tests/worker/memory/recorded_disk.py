@@ -79,7 +79,7 @@ class RecordedDisk(Disk):
         with self._lock:
             path.write_bytes(data)
             inode, half = self._made(path), len(data) // 2
-            self.ops += [("write", inode, 0, data[:half]), ("write", inode, half, data[half:]), ("sync", inode)]
+            self.ops += [("write", inode, 0, data[:half]), ("write", inode, half, data[half:])]
 
     def write_at(self, path: Path, offset: int, data: bytes) -> None:
         with self._lock:

@@ -20,7 +20,7 @@ PATIENCE_S = 60
 
 
 class HangingDisk(FastDisk):
-    """Syncs of what the thread called ``slow`` writes do not return until they are let go, from the one named on."""
+    """Writes of the thread called ``slow`` do not return until they are let go, from the one named on."""
 
     def __init__(self) -> None:
         self.hangs_at = ""
@@ -29,12 +29,7 @@ class HangingDisk(FastDisk):
     def write(self, path: Path, chunks: Iterable[Chunk]) -> None:
         data = [bytes(chunk) for chunk in chunks]
         super().write(path, data)
-        self._sync(b"".join(data)[:4096].decode("latin-1"))
-
-    def sync_folder(self, path: Path) -> None:
-        self._sync("folder of blocks" if path.parent.parent.name == "blocks" else "folder of pieces")
-
-    def _sync(self, what: str) -> None:
+        what = b"".join(data)[:4096].decode("latin-1")
         if threading.current_thread().name == "slow" and self.hangs_at and self.hangs_at in what:
             self.hanging.set()
             assert self.let_go.wait(PATIENCE_S)
@@ -65,16 +60,14 @@ def hanging_save(disk: HangingDisk, hangs_at: str, save: Callable[[], object]) -
 
 HANGS_AT = {
     "a block": '"kind":"block"',
-    "the blocks' folder": "folder of blocks",
     "the tail": '"kind":"tail"',
-    "the pieces' folder": "folder of pieces",
 }
 
 
 @pytest.mark.parametrize("memory_max_bytes", [0, 1 << 30])
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("hangs_at", HANGS_AT.values(), ids=HANGS_AT)
-def test_a_sync_that_hangs_delays_no_other_agent(
+def test_a_write_that_hangs_delays_no_other_agent(
     tmp_path: Path, hangs_at: str, model: LoadedModel, memory_max_bytes: int
 ) -> None:
     disk = HangingDisk()

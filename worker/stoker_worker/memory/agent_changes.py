@@ -2,7 +2,7 @@
 commands of the shell.
 
 A change is one transaction, which also remembers the delivery if a job asked: after a crash it has happened or it has
-not. With a shared store, it has happened once its version is there. Files that it makes are durable before it, and
+not. With a shared store, it has happened once its version is there. Files that it makes are there before it, and
 files that go are removed after it: a crash in between leaves files that no row names, and never half an agent.
 `InFlight` keeps other processes off the agent meanwhile.
 """

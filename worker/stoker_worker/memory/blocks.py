@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128
 
 from stoker_shared.durable_file import fill, in_parts
-from stoker_worker.memory.files import Chunk, DurableWriter, allocated_bytes, is_there
+from stoker_worker.memory.files import CacheWriter, Chunk, allocated_bytes, is_there
 from stoker_worker.ports import Array, LayerKV, LayerState, SequenceCache, as_uint16_if_bfloat16
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ITEM_BYTES, LayerKind, LayerSpec, ModelCacheSpec, group_size
 
@@ -453,7 +453,7 @@ Pieces = Mapping[Path, Iterable[Chunk]]
 class BlockFolder:
     """``STORE/blocks``."""
 
-    def __init__(self, path: Path, writer: DurableWriter) -> None:
+    def __init__(self, path: Path, writer: CacheWriter) -> None:
         self.path = path
         self._writer = writer
 
@@ -465,7 +465,7 @@ class BlockFolder:
         return sum(1 for _ in takewhile(is_there, chain.paths(self.path_of)))
 
     def save(self, chain: BlockChain, cache: SequenceCache, spec: ModelCacheSpec) -> dict[int, int]:
-        """Make every full block of `chain` durable, except those that are there.
+        """Write every full block of `chain`, except those that are there.
 
         Returns:
             the allocated bytes of each block from the first missing one on, by its index in the chain.
@@ -488,7 +488,7 @@ class BlockFolder:
 class PieceFolder:
     """``STORE/pieces/<hh>/<first half of the SHA-256 of the agent id>-<version>-<piece>.safetensors``."""
 
-    def __init__(self, path: Path, writer: DurableWriter) -> None:
+    def __init__(self, path: Path, writer: CacheWriter) -> None:
         self.path = path
         self._writer = writer
 
@@ -504,7 +504,7 @@ class PieceFolder:
         return [self.tail_path(agent_id, version), *snapshots]
 
     def write(self, pieces: Pieces) -> int:
-        """Make the files durable; returns their allocated bytes.
+        """Write the files; returns their allocated bytes.
 
         Raises:
             OSError: not all of them could be written; none is left.

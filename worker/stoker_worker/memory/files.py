@@ -24,8 +24,8 @@ class Disk:
         path.mkdir(mode=0o700, exist_ok=True)
 
     def write(self, path: Path, chunks: Iterable[Chunk]) -> None:
-        """Make a new file, mode 0600, with these bytes, and sync it."""
-        write_new(path, chunks)
+        """Make a new file, mode 0600, with these bytes, unsynced."""
+        write_new(path, chunks, is_durable=False)
 
     def write_at(self, path: Path, offset: int, data: bytes) -> None:
         """Write these bytes into a file, mode 0600, which may be new, and make them durable."""
@@ -60,8 +60,9 @@ class Disk:
         sync(path, to_platter=True)
 
 
-class DurableWriter:
-    """Makes files whole or not at all: writes into the store's temp folder, then renames.
+class CacheWriter:
+    """Makes cache files whole or not at all for every process: writes into the store's temp folder, then renames.
+    Nothing is synced: a power cut may take files or tear them, and whoever reads one verifies it.
 
     One temp folder for the whole store, on its file system: what a crash leaves is found without a search.
     """
@@ -73,15 +74,14 @@ class DurableWriter:
         self._temp_folder = temp_folder
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder and its parents, durably."""
+        """Make a folder and its parents."""
         if path.is_dir():
             return
         self.make_folder(path.parent)
         self.files.make_folder(path)
-        self.files.sync_folder(path.parent)
 
     def stage(self, chunks: Iterable[Chunk]) -> Path:
-        """Write a synced temp file, for `place`."""
+        """Write a temp file, for `place`."""
         self.make_folder(self._temp_folder)  # somebody may have tidied up
         path = self._temp_folder / f"{os.getpid()}-{next(self._numbers)}.tmp"
         with self._removed_on_failure(path):
@@ -93,17 +93,11 @@ class DurableWriter:
         with self._removed_on_failure(staged):
             self.files.rename(staged, target)
 
-    def put(self, path: Path, chunks: Iterable[Chunk]) -> None:
-        """Write a file; its name is durable after the next sync of its folder."""
-        self.place(self.stage(chunks), path)
-
     def put_all(self, files: Mapping[Path, Iterable[Chunk]]) -> None:
-        """Make files durable, with the folders they are in. After an `OSError` some may be there."""
+        """Write files, and the folders they are in. After an `OSError` some may be there."""
         for path, chunks in files.items():
             self.make_folder(path.parent)
-            self.put(path, chunks)
-        for folder in sorted({path.parent for path in files}):
-            self.files.sync_folder(folder)
+            self.place(self.stage(chunks), path)
 
     @contextlib.contextmanager
     def _removed_on_failure(self, staged: Path) -> Iterator[None]:
@@ -117,7 +111,7 @@ class DurableWriter:
 
     def left_behind(self) -> list[Path]:
         """The files of dead processes in the temp folder."""
-        return [path for path in self._temp_folder.iterdir() if not _is_alive(path.name.partition("-")[0])]
+        return [path for path in self._temp_folder.glob("*") if not _is_alive(path.name.partition("-")[0])]
 
     def clear(self) -> None:
         """Remove the files of dead processes from the temp folder."""

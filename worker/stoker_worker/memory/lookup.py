@@ -155,20 +155,18 @@ class BlockLookup:
             planned_tokens, room.layers() if room else empty_layers(self.spec, planned_tokens), room=room
         )
         target = _Target(planned.layers, self.before_each)
-        n_tokens, faults = 0, []
-        for step, fault in zip(steps, target.load_all(steps, self.n_readers), strict=True):
-            if fault is None:
-                n_tokens += step.use_tokens
-                continue
-            faults.append(FaultyPiece(step.path, step.piece.kind, fault))
-            # The prompt's block failed; the agent's own piece at this place may be another file.
-            other = self._own_step(n_tokens // BLOCK_TOKENS)
-            if other is not None and other.path != step.path:
-                if (fault := target.load(other, n_tokens)) is None:
-                    n_tokens += other.use_tokens
-                else:
-                    faults.append(FaultyPiece(other.path, other.piece.kind, fault))
-            break
+        loaded = list(zip(steps, target.load_all(steps, self.n_readers), strict=True))
+        n_whole = sum(1 for _ in takewhile(lambda item: item[1] is None, loaded))
+        n_tokens = sum(step.use_tokens for step in steps[:n_whole])
+        # Those behind the first one, too: a power cut may tear many files, and what stays is not written again.
+        faults = [FaultyPiece(step.path, step.piece.kind, fault) for step, fault in loaded[n_whole:] if fault]
+        # The prompt's block failed; the agent's own piece at this place may be another file.
+        other = self._own_step(n_whole) if faults else None
+        if other is not None and other.path != steps[n_whole].path:
+            if (fault := target.load(other, n_tokens)) is None:
+                n_tokens += other.use_tokens
+            else:
+                faults.insert(1, FaultyPiece(other.path, other.piece.kind, fault))
         return FoundOnDisk(planned.up_to(n_tokens), tuple(faults))
 
     def _block_steps(self) -> list[_Step]:

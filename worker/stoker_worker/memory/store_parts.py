@@ -22,7 +22,7 @@ from stoker_worker.memory.database_file import (
     refused_if_damaged,
     refused_if_unusable,
 )
-from stoker_worker.memory.files import Disk, DurableWriter
+from stoker_worker.memory.files import CacheWriter, Disk
 from stoker_worker.memory.transcripts import Ended, TurnRecord
 from stoker_worker.memory.unsaved import UnsavedTurns
 
@@ -115,7 +115,7 @@ class StoreParts:
     path: Path
     files: Disk
     database: Database
-    writer: DurableWriter
+    writer: CacheWriter
     blocks: BlockFolder
     pieces: PieceFolder
     replica: Replica = field(default_factory=Replica)
@@ -175,7 +175,7 @@ def open_parts(
         StoreUnusable: there is none, it is damaged or of another format, or it cannot be used.
     """
     files = Disk() if files is None else files
-    writer = DurableWriter(files, path / "tmp")
+    writer = CacheWriter(files, path / "tmp")
 
     def make() -> None:
         make_folders(path, writer)
@@ -190,7 +190,7 @@ def open_parts(
     return StoreParts(path, files, database, writer, blocks, pieces)
 
 
-def make_folders(path: Path, writer: DurableWriter) -> None:
+def make_folders(path: Path, writer: CacheWriter) -> None:
     """Raises `OSError`."""
     if not path.is_dir():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Saves a turn: its cache files first, durable, and then one transaction with its version and its answer. Finisher
+"""Saves a turn: its cache files first, unsynced, and then one transaction with its version and its answer. Finisher
 threads.
 
 Where its cache cannot be written, the turn is saved without. On a full disk idle caches make room for it first.

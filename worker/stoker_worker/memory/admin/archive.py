@@ -5,8 +5,8 @@ this store's queue.
 
 An import trusts nothing in the file: only regular files, each name of an expected form and once, each size within its
 limit and the file. So there are no links, paths, extended headers or sparse files. The turns are replayed and the cache
-files verified in the temp folder; then the files get their names, durably, and one transaction reveals the agent. A
-refused file leaves nothing, a killed process temp files or orphans. No check can tell whether the model computed the
+files verified in the temp folder; then the files get their names, and one transaction reveals the agent. A refused
+file leaves nothing, a killed process temp files or orphans. No check can tell whether the model computed the
 numbers in a block, and agents share blocks: they are imported only on request, and never replace a block.
 """
 
@@ -388,14 +388,12 @@ class _Import:
         return pieces, n_blocks
 
     def _place(self) -> None:
-        """Give the staged files their names, durably."""
-        writer, files = self._parts.writer, self._parts.files
+        """Give the staged files their names."""
+        writer = self._parts.writer
         for target, staged in self._staged.items():
             writer.make_folder(target.parent)
             if not (target.is_relative_to(self._parts.blocks.path) and is_there(target)):  # a worker has saved it
                 writer.place(staged, target)
-        for folder in sorted({target.parent for target in self._staged}):
-            files.sync_folder(folder)
 
     def _commit(self, connection: Connection, version: AgentVersion, piece_bytes: int) -> None:
         check_vacant(connection, self.agent_id)

@@ -33,7 +33,7 @@ from stoker_worker.memory.database_file import (
     refused_if_damaged,
     replace_database,
 )
-from stoker_worker.memory.files import Disk, DurableWriter
+from stoker_worker.memory.files import CacheWriter, Disk
 from stoker_worker.memory.locks import StoreLock
 from stoker_worker.memory.store_parts import StoreParts, make_folders
 from stoker_worker.memory.transcripts import IS_OF_SESSION
@@ -159,7 +159,7 @@ def exchange(folder: Path, make: Callable[[Path], None], fill: Callable[[Connect
     """
     with closing(StoreLock(folder)):
         finish_replacement(folder)
-        writer = DurableWriter(Disk(), folder / "tmp")
+        writer = CacheWriter(Disk(), folder / "tmp")
         make_folders(folder, writer)
         writer.clear()
         draft = folder / "tmp" / f"{os.getpid()}-database"
