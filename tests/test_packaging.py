@@ -25,6 +25,7 @@ HEAVY = {
     "safetensors",
     "rich",
     "prometheus-client",
+    "pyarrow",
     "flask",
     "rq-dashboard",
 }

@@ -210,3 +210,22 @@ def test_lines_without_an_agent_run_beside_each_other(batch, redis_url, tmp_path
             worker.wait_for(lambda: connection.zcard("rq:wip:generate") == 8)
         process.communicate(timeout=60)
         assert process.returncode == 0
+
+
+def test_a_table_of_prompts_is_answered_row_by_row_by_a_command_that_was_killed(batch, redis_url, tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    n_rows, out = 400, tmp_path / "out.parquet"
+    own = pa.table({"q": [f"<{n}>" for n in range(n_rows)], "text": list(range(n_rows))})
+    pq.write_table(own, tmp_path / "in.parquet", row_group_size=150)
+    run = ("run", tmp_path / "in.parquet", "--prompts", "--column", "q", "--template", "say {}", "--out", out)
+    with running_worker(redis_url, tmp_path / "store", *FAST) as worker:
+        process = batch.start(*run, "--window", "100")
+        worker.wait_for(lambda: n_lines(tmp_path / "out.parquet.jsonl") > n_rows / 2)
+        process.kill()
+        process.communicate()
+        assert not out.exists()
+        assert batch(*run)[0] == 0
+    table = pq.read_table(out)
+    assert table["input_text"].to_pylist() == list(range(n_rows))
+    assert table["text"].to_pylist() == [f"<{n}>" for n in range(n_rows)]
+    assert n_lines(tmp_path / "out.parquet.jsonl") == n_rows

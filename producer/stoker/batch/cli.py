@@ -11,15 +11,15 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 from redis import Redis
 
 from stoker.batch.collecting import Collector
-from stoker.batch.input_file import InputChanged
+from stoker.batch.input_file import InputChanged, Rows
 from stoker.batch.output_file import OutputFile
-from stoker.batch.planning import input_file, plan, plan_options
+from stoker.batch.planning import input_file, is_parquet, parquet_packages, plan, plan_options
 from stoker.batch.progress import Progress
 from stoker.batch.record import (
     BatchGone,
@@ -45,14 +45,17 @@ from stoker_shared.errors import StokerError
 from stoker_shared.help_layout import SETTINGS, LaidOutGroup, examples, options_under
 from stoker_shared.text import printable
 
+if TYPE_CHECKING:
+    from stoker.batch.answer_table import AnswerTable
+
 SOME_FAILED: Final = 3
 NOT_ALL: Final = 4
 
 _files = options_under("Answers")
 _job = options_under("Jobs")
 _input = click.argument("source", metavar="FILE", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-_out = _files("--out", required=True, metavar="OUT.jsonl", type=click.Path(dir_okay=False, path_type=Path),
-              help="File for the answers; give the same file to continue.")  # fmt: skip
+_out = _files("--out", required=True, metavar="OUT", type=click.Path(dir_okay=False, path_type=Path),
+              help="File for the answers, .jsonl or .parquet; give the same file to continue.")  # fmt: skip
 _in_order = _files("--in-order", is_flag=True, help="Write answers in the order of the lines, not as they end.")
 
 
@@ -103,7 +106,8 @@ def run(
     """Run a file and wait for its answers; run it again to continue."""
     with _server(context.obj) as connection, input_file(source, options) as lines:
         planned, feeder = plan(connection, source, lines, options)
-        with or_usage_error(lambda: OutputFile(out, planned.batch)) as output:
+        table = _table(out, planned.batch)
+        with or_usage_error(lambda: OutputFile(table.answers if table else out, planned.batch)) as output:
             collector = Collector(connection, output, in_order)
             with Progress(planned.n_requests, collector.tally, quiet=as_json) as progress:
                 n_answered = len(output.written)
@@ -111,7 +115,7 @@ def run(
                 window = window or feeder.usual_window(planned)
                 _do(BatchWork(connection, planned.batch, collector, progress, feeder, planned, window), follow=True)
             carry_out(connection, forget(planned.batch))
-            _finish(context, as_json, planned, output)
+            _finish(context, as_json, planned, output, table, rows=lines.rows)
 
 
 @batch.command(
@@ -163,11 +167,20 @@ def fetch(context: click.Context, /, *, name: str, out: Path, in_order: bool, fo
     """Write the answers that have come to a file, and remove them from Redis."""
     with _server(context.obj) as connection:
         record = or_usage_error(lambda: carry_out(connection, find_record(name)))
-        with or_usage_error(lambda: OutputFile(out, record.batch)) as output:
+        table = _table(out, record.batch)
+        with or_usage_error(lambda: OutputFile(table.answers if table else out, record.batch)) as output:
             collector = Collector(connection, output, in_order)
             with Progress(record.n_requests, collector.tally, quiet=as_json) as progress:
                 _do(BatchWork(connection, record.batch, collector, progress), follow=follow)
-            _finish(context, as_json, carry_out(connection, find_record(record.batch)), output)
+            _finish(context, as_json, carry_out(connection, find_record(record.batch)), output, table)
+
+
+def _table(out: Path, batch: str) -> "AnswerTable | None":
+    if not is_parquet(out):
+        return None
+    with parquet_packages():
+        from stoker.batch.answer_table import AnswerTable
+    return or_usage_error(lambda: AnswerTable(out, batch))
 
 
 def _server(url: str) -> Redis:
@@ -205,14 +218,25 @@ def _or_stop(work: Callable[[], Any]) -> None:
         raise StokerError(str(error)) from None
 
 
-def _finish(context: click.Context, as_json: bool, record: BatchRecord, output: OutputFile) -> None:
+def _finish(
+    context: click.Context,
+    as_json: bool,
+    record: BatchRecord,
+    output: OutputFile,
+    table: "AnswerTable | None",
+    *,
+    rows: Rows | None = None,
+) -> None:
     n_answered, n_failed = len(output.written), output.n_failed
     counts = {"batch": record.batch, "lines": record.n_requests, "succeeded": n_answered - n_failed, "failed": n_failed}
     left = record.n_requests - n_answered
+    if table is not None and not left:
+        _or_stop(lambda: table.write(record.n_lines, rows))
     cut_off = f" ({output.n_cut_off:,} cut off by max_tokens)" if output.n_cut_off else ""
     text = f"{n_answered - n_failed:,} succeeded{cut_off}, {n_failed:,} failed"
     text += f" ({output.causes})" if n_failed else ""
     text += f", {left:,} not answered yet" if left else ""
+    text += f"; {table.path} is written when all are" if left and table is not None else ""
     if as_json:
         checked = output.attempts.as_json() if output.attempts.models else {}
         click.echo(

@@ -149,9 +149,14 @@ def _object_of(number: int, raw: bytes) -> tuple[Mapping[str, Any], str | None]:
         raise BadLine(number, None, "invalid_json_line", "not JSON") from None
     if not isinstance(fields, dict):
         raise BadLine(number, None, "invalid_json_line", "not a JSON object")
-    custom_id = fields.get("custom_id")
-    usable = isinstance(custom_id, str) and 0 < len(custom_id) <= MAX_CUSTOM_ID_CHARACTERS and _is_text(custom_id)
-    return fields, custom_id if usable else None
+    return fields, usable_custom_id(fields.get("custom_id"))
+
+
+def usable_custom_id(value: object) -> str | None:
+    """`value` if it can be the `custom_id` of a line, else ``None``."""
+    if isinstance(value, str) and 0 < len(value) <= MAX_CUSTOM_ID_CHARACTERS and _is_text(value):
+        return value
+    return None
 
 
 def _is_text(value: str) -> bool:
@@ -228,6 +233,7 @@ class InputFile:
     """Lines are numbered from 1, as in editors; blank lines have a number but no request.
 
     Attributes:
+        rows: where the lines come from.
         digest: of the rows.
         n_lines: how many lines there are.
         n_requests: how many of them are not blank.
@@ -242,7 +248,7 @@ class InputFile:
             OSError: it cannot be read.
             ValueError: it has another form, or over `max_lines`.
         """
-        self._rows = rows
+        self.rows = rows
         self._blank, self._repeated = LineSet(), LineSet()
         try:
             self.n_lines = self._read_through(max_lines)
@@ -256,7 +262,7 @@ class InputFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._rows.close()
+        self.rows.close()
 
     def is_blank(self, number: int) -> bool:
         return number in self._blank
@@ -267,7 +273,7 @@ class InputFile:
             BadLine: it cannot be run.
             InputChanged: the file was changed.
         """
-        raw = self._rows.row(number)
+        raw = self.rows.row(number)
         if number in self._repeated:
             name = custom_id_of(number, raw)
             raise BadLine(
@@ -280,14 +286,14 @@ class InputFile:
         if number in self._repeated:
             return None
         try:
-            return custom_id_of(number, self._rows.row(number))
+            return custom_id_of(number, self.rows.row(number))
         except BadLine:
             return None
 
     def _read_through(self, max_lines: int | None) -> int:
         """Note which lines are blank and which repeat a `custom_id`; returns how many there are."""
         seen, number = set[int](), 0
-        for number, custom_id in enumerate(self._rows.read_through(), start=1):
+        for number, custom_id in enumerate(self.rows.read_through(), start=1):
             if max_lines is not None and number > max_lines:
                 raise ValueError(f"it has over {max_lines} lines")
             if custom_id == BLANK:

@@ -1,10 +1,11 @@
 """The options of a new batch; makes its record and its feeder from them and an input file."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 from click.decorators import FC
@@ -12,7 +13,7 @@ from redis import Redis
 
 from stoker.api.fields import BodyOptions
 from stoker.batch.feeding import Feeder, ModelChoice
-from stoker.batch.input_file import MAX_NAME_CHARACTERS, InputFile, batch_for, fingerprint_of, is_batch_name
+from stoker.batch.input_file import MAX_NAME_CHARACTERS, InputFile, Rows, batch_for, fingerprint_of, is_batch_name
 from stoker.batch.json_lines import JsonLines
 from stoker.batch.prompts import MAX_TOKENS, PLACE, PromptLines, Prompts
 from stoker.batch.record import BatchRecord, read_record
@@ -38,6 +39,8 @@ _OPTIONS = (
           help=f"For lines without a limit.  [what the context leaves; text 16; prompts {MAX_TOKENS}]"),
     _prompt("--prompts", "are_prompts", is_flag=True,
             help="FILE has one prompt on each line: a chat message, with the line's number as its custom_id."),
+    _prompt("--column", metavar="NAME",
+            help="Column of a Parquet file with prompts, or with lists of messages.  [messages, else prompt]"),
     _prompt("--template", metavar="TEXT", help="The message, with {} where the prompt goes.  [{}]"),
     _prompt("--temperature", type=click.FloatRange(0, 2), metavar="X",
             help="0: always take the likeliest token.  [0.0]"),
@@ -72,12 +75,40 @@ def input_file(source: Path, options: Mapping[str, Any]) -> InputFile:
         click.UsageError: it cannot be read, or an option of prompts is not valid.
     """
     prompts = _prompts_of(options)
+    if not is_parquet(source) and options["column"] is not None:
+        raise click.UsageError(f"--column is for files whose names end in {PARQUET}")
 
-    def opened() -> InputFile:
+    def opened() -> Rows:
+        if is_parquet(source):
+            with parquet_packages():
+                from stoker.batch.parquet_rows import ParquetRows
+            return ParquetRows(source, prompts, options["column"])
         lines = JsonLines(source)
-        return InputFile(lines if prompts is None else PromptLines(lines, prompts))
+        return lines if prompts is None else PromptLines(lines, prompts)
 
-    return or_usage_error(opened)
+    return or_usage_error(lambda: InputFile(opened()))
+
+
+PARQUET: Final = ".parquet"
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether a file is, or shall be, a table: its name decides."""
+    return path.suffix == PARQUET
+
+
+@contextmanager
+def parquet_packages() -> Iterator[None]:
+    """Imports what Parquet needs.
+
+    Raises:
+        click.UsageError: it is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        why = f"a Parquet file needs a package that is missing ({error.name}); install it with:"
+        raise click.UsageError(f"{why} pip install 'stoker[parquet]'") from None
 
 
 def _prompts_of(options: Mapping[str, Any]) -> Prompts | None:
@@ -86,13 +117,16 @@ def _prompts_of(options: Mapping[str, Any]) -> Prompts | None:
     Raises:
         click.UsageError: they do not go together, or the template has no place for the prompt.
     """
-    given = {name: options[name] for name in ("template", "temperature", "model") if options[name] is not None}
+    given = {
+        name: options[name] for name in ("column", "template", "temperature", "model") if options[name] is not None
+    }
     if not options["are_prompts"]:
         if given:
             raise click.UsageError(f"--{next(iter(given))} needs --prompts; lines of a batch have their own")
         return None
     if PLACE not in given.get("template", PLACE):
         raise click.UsageError("--template has no {}, the place of the prompt")
+    given.pop("column", None)
     return Prompts(**given)
 
 

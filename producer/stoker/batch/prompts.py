@@ -22,7 +22,7 @@ class Prompts:
     """How prompts are asked.
 
     Attributes:
-        template: the message; `PLACE` in it becomes the prompt.
+        template: the message of a prompt that is a text; `PLACE` in it becomes the prompt.
         model: ``None`` for the loaded one.
     """
 
@@ -30,10 +30,20 @@ class Prompts:
     temperature: float = 0.0
     model: str | None = None
 
-    def line(self, custom_id: str, prompt: str) -> bytes:
-        """The line of a batch that asks this prompt."""
-        message = {"role": "user", "content": self.template.replace(PLACE, prompt)}
-        body = {"model": self.model, "messages": [message], "temperature": self.temperature}
+    def line(self, custom_id: str | None, prompt: object) -> bytes:
+        """The line of a batch that asks this prompt.
+
+        Args:
+            prompt: a text, or the messages of a conversation, as they are.
+
+        Raises:
+            TypeError, ValueError: it is neither, or has what JSON cannot have.
+        """
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": self.template.replace(PLACE, prompt)}]
+        elif not isinstance(prompt, list):
+            raise ValueError("neither a text nor a list of messages")
+        body = {"model": self.model, "messages": prompt, "temperature": self.temperature}
         return json.dumps({"custom_id": custom_id, "method": "POST", "url": CHAT_URL, "body": body}).encode()
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 import threading
 import time
 
@@ -144,6 +145,57 @@ def test_run_again_runs_nothing_again_but_lines_that_were_taken_out_of_the_file(
     assert batch("run", "in.jsonl", "--out", "out.jsonl")[0] == 0
     assert sorted(somebody.ends) == ["one", "three", "two", "two"]
     assert len(texts(tmp_path)) == 3
+
+
+def test_a_table_in_and_a_table_out(batch, somebody, tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    bodies = [{"model": "m", "prompt": prompt} for prompt in ("one", "fail", "three")]
+    pq.write_table(pa.table({"url": ["/v1/completions"] * 3, "body": bodies, "n": [7, 8, 9]}), tmp_path / "in.parquet")
+    run = ("run", "in.parquet", "--out", "out.parquet")
+
+    def rows():
+        table = pq.read_table(tmp_path / "out.parquet").to_pylist()
+        return [(row["n"], row["custom_id"], row["text"], row["status"]) for row in table]
+
+    somebody.begin()
+    assert batch(*run)[0] == 3
+    assert rows() == [(7, "1", "one", 200), (8, "2", None, 500), (9, "3", "three", 200)]
+    record = tmp_path / "out.parquet.jsonl"
+    record.write_text("".join(f"{text}\n" for text in record.read_text().splitlines() if '"three"' not in text))
+    assert batch(*run)[0] == 3
+    assert sorted(somebody.ends) == ["fail", "one", "three", "three"]
+    assert len(rows()) == 3
+
+
+def test_lines_that_are_fetched_are_a_table_when_all_are_answered(batch, connection, somebody, tmp_path):
+    pq = pytest.importorskip("pyarrow.parquet")
+    write(tmp_path, ["one", "later"])
+    name = batch("submit", "in.jsonl")[1]
+    somebody.begin()
+    wait_for(lambda: len(somebody.ends) == 1 and connection.llen("rq:queue:generate") == 1, 20)
+    code, _, err = batch("fetch", name, "--out", "out.parquet")
+    assert (code, "out.parquet is written when all are" in err) == (4, True)
+    assert list(texts(tmp_path, "out.parquet.jsonl")) == ["c0"]
+    assert not (tmp_path / "out.parquet").exists()
+    somebody.played.finish(connection.lindex("rq:queue:generate", 0).decode(), text="at last")
+    assert batch("fetch", name, "--out", "out.parquet", "--follow")[0] == 0
+    table = pq.read_table(tmp_path / "out.parquet")
+    assert table.select(["custom_id", "text"]).to_pylist() == [
+        {"custom_id": "c0", "text": "one"},
+        {"custom_id": "c1", "text": "at last"},
+    ]
+
+
+def test_without_pyarrow_a_table_is_refused_with_what_to_install(batch, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    for module in ("parquet_rows", "answer_table"):
+        monkeypatch.delitem(sys.modules, f"stoker.batch.{module}", raising=False)
+    write(tmp_path, ["one"])
+    (tmp_path / "in.parquet").write_bytes(b"PAR1")
+    for source, out in (("in.parquet", "out.jsonl"), ("in.jsonl", "out.parquet")):
+        code, _, err = batch("run", source, "--out", out)
+        assert (code, "pip install 'stoker[parquet]'" in err) == (2, True)
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_answers_come_in_the_order_of_the_lines_where_that_is_asked_for(batch, somebody, tmp_path):
