@@ -65,6 +65,9 @@ def messages_of(items: Any) -> list[dict[str, Any]]:
         if not isinstance(item, dict):
             raise FieldRefused(where, "is not an object", "invalid_value")
         _add_item(messages, item, where)
+    for message in messages:
+        if message["content"] is None and "tool_calls" not in message:  # thinking alone
+            message["content"] = ""
     return messages
 
 
@@ -410,7 +413,10 @@ def _usage(result: GenerationResult) -> dict[str, Any]:
 
 
 class ResponseEvents:
-    """Implements `EventWriter`. One item of the output is open at a time."""
+    """Implements `EventWriter`. One item of the output is open at a time.
+
+    Thinking may come between two texts, which are items of their own then: the answer without `stream` has one.
+    """
 
     keep_alive = KEEP_ALIVE
 
@@ -420,7 +426,7 @@ class ResponseEvents:
         self._created_s = created_s
         self._kept = call.kept
         self._number = 0
-        self._index = 0
+        self._items: list[dict[str, Any]] = []
         self._open = ""
         self._text = ""
 
@@ -442,21 +448,26 @@ class ResponseEvents:
 
     def end(self, results: Sequence[GenerationResult], first: Deltas) -> Iterator[bytes]:
         (result,) = results
-        rest = first.rest(result)
-        if not rest and not self._open and not self._index:
-            rest = [Delta("text")]
-        for delta in rest:
+        for delta in first.rest(result):
             yield from self.more(delta)
+        has_text = self._open == "text" or any(item["type"] != "reasoning" for item in self._items)
+        if not has_text:
+            yield from self.more(Delta("text"))
         yield from self._close(result.logprobs, is_cut=result.finish_reason == "length")
-        response = RESPONSES.answer(results, self._created_s, self._kept)
+        response = {**RESPONSES.answer(results, self._created_s, self._kept), "output": self._items}
         yield self._event(response["status"], response=response)
 
     def failed(self, failure: Failure) -> Iterator[bytes]:
         yield self._event("failed", response=failed_response(self._frame, failure))
 
     @property
+    def _index(self) -> int:
+        return len(self._items)
+
+    @property
     def _item_id(self) -> str:
-        return f"{'rs' if self._open == 'reasoning' else 'msg'}_{self._job_id}"
+        first = f"{'rs' if self._open == 'reasoning' else 'msg'}_{self._job_id}"
+        return first if all(item["id"] != first for item in self._items) else f"{first}_{self._index}"
 
     @property
     def _place(self) -> dict[str, Any]:
@@ -472,7 +483,7 @@ class ResponseEvents:
             item, part = _reasoning_item(self._job_id, ""), {"type": "reasoning_text", "text": ""}
         else:
             item, part = _message_item(self._job_id, "", None), _text_part("")
-        added = {**item, "content": [], "status": "in_progress"}
+        added = {**item, "id": self._item_id, "content": [], "status": "in_progress"}
         yield self._event("output_item.added", output_index=self._index, item=added)
         yield self._event("content_part.added", **self._place, part=part)
 
@@ -485,10 +496,12 @@ class ResponseEvents:
         else:
             item = _message_item(self._job_id, self._text, logprobs, is_cut=is_cut)
             more = {"logprobs": item["content"][0]["logprobs"]}
+        item["id"] = self._item_id
         yield self._event(f"{self._stem}.done", **self._place, text=self._text, **more)
         yield self._event("content_part.done", **self._place, part=item["content"][0])
         yield self._event("output_item.done", output_index=self._index, item=item)
-        self._open, self._index = "", self._index + 1
+        self._open = ""
+        self._items.append(item)
 
     def _call(self, number: int, call: ToolCall) -> Iterator[bytes]:
         item = _call_item(self._job_id, number, call)
@@ -498,7 +511,7 @@ class ResponseEvents:
         yield self._event("function_call_arguments.delta", **place, delta=item["arguments"])
         yield self._event("function_call_arguments.done", **place, name=item["name"], arguments=item["arguments"])
         yield self._event("output_item.done", output_index=self._index, item=item)
-        self._index += 1
+        self._items.append(item)
 
     def _event(self, event_name: str, /, **fields: Any) -> bytes:
         kind = f"response.{event_name}"

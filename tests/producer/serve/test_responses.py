@@ -16,6 +16,7 @@ from openai.types.responses import Response
 from openai.types.responses import response_create_params as params
 from pydantic import BaseModel
 from starlette.datastructures import Headers
+from tests.producer.played_worker import result_fields
 from tests.producer.serve.conftest import serving_at
 
 from stoker.api.failure import Failure, FieldRefused
@@ -80,6 +81,9 @@ def test_the_items_of_a_conversation_become_its_messages():
         {"type": "function_call_output", "call_id": "1", "output": "one"},
         {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "two"}]},
         {"type": "function_call", "call_id": "3", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "3", "output": "three"},
+        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]},
+        {"role": "user", "content": "u"},
     ]
     calls = [{"id": n, "type": "function", "function": {"name": name, "arguments": "{}"}} for n, name in ("1f", "2g")]
     again = {"id": "3", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -90,6 +94,9 @@ def test_the_items_of_a_conversation_become_its_messages():
         {"role": "tool", "tool_call_id": "1", "content": "one"},
         {"role": "tool", "tool_call_id": "2", "content": "two"},
         {"role": "assistant", "content": None, "tool_calls": [again]},
+        {"role": "tool", "tool_call_id": "3", "content": "three"},
+        {"role": "assistant", "content": "", "reasoning_content": "t"},
+        {"role": "user", "content": "u"},
     ]
 
 
@@ -182,10 +189,32 @@ def test_text_is_sent_as_it_is_generated(client, hand):
         assert seen[:3] == ["Hm.", "A", "B"]
 
 
-def test_an_empty_answer_is_an_empty_message(client):
-    found = events(client, "say ")
-    assert found[-1].response.output_text == ""
-    assert [item.type for item in found[-1].response.output] == ["message"]
+@pytest.mark.parametrize(("said", "kinds"), [("say ", []), (give(text="x", reasoning="hm", answer=""), ["reasoning"])])
+def test_an_answer_without_text_has_an_empty_message(client, said, kinds):
+    found = events(client, said)
+    done = [event.item for event in found if event.type == "response.output_item.done"]
+    assert [item.type for item in done] == [*kinds, "message"]
+    assert found[-1].response.output == done
+    assert [item.type for item in client.responses.create(model="m", input=said).output] == [*kinds, "message"]
+
+
+def test_thinking_between_two_texts_is_an_item_of_its_own_and_the_last_event_has_the_same_items(client, hand):
+    with client.responses.stream(model="m", input="wait") as stream:
+        job = hand.wait_for_one()
+        again = Markers(edges=(Edge("normal", "<", "reasoning"), Edge("reasoning", ">", "normal")))
+        hand.say(job, "1", "whole", "A", again)
+        found = []
+        for event in stream:
+            found.append(event)
+            if event.type == "response.output_text.delta" and event.delta == "A":
+                hand.say(job, "1", "more", "<hm>B")
+            if event.type == "response.output_text.delta" and event.delta == "B":
+                hand.finish(job, {**result_fields(job), "text": "A<hm>B", "answer": "AB", "reasoning": "hm"})
+    done = [event.item for event in found if event.type == "response.output_item.done"]
+    assert [item.type for item in done] == ["message", "reasoning", "message"]
+    assert len({item.id for item in done}) == 3
+    assert found[-1].response.output_text == "AB"
+    assert [item.id for item in found[-1].response.output] == [item.id for item in done]
 
 
 # --- stored ---
