@@ -5,6 +5,7 @@ minutes to build and to check those, and no other thread runs meanwhile, not eve
 """
 
 import json
+import math
 import zlib
 from typing import Any, Final
 
@@ -48,16 +49,20 @@ _BRACKETS: Final = b"[]{}"
 _NO_BRACKETS: Final = bytes(set(range(256)) - set(_BRACKETS))
 
 
-def read_json(text: bytes, at_most: int = MAX_REQUEST_BYTES) -> Any:
+def read_json(text: bytes, at_most: int = MAX_REQUEST_BYTES, *, is_echoed: bool = False) -> Any:
     """The value of a JSON text in UTF-8, with or without a byte order mark.
+
+    Args:
+        is_echoed: parts of it will be written as JSON again, so all its numbers must be finite.
 
     Raises:
         RequestTooLarge: it has more than `at_most` bytes, `MOST_VALUES` values or `MOST_LEVELS` levels, or an integer
-            of more than `MOST_DIGITS` digits.
+            of more than `MOST_DIGITS` digits, or with `is_echoed` a number that no double holds.
         ValueError: it is not JSON.
     """
     require_bounds(text, at_most)
-    return json.loads(text.decode("utf-8-sig"), parse_int=_integer)
+    strict: dict[str, Any] = {"parse_float": _finite, "parse_constant": _refuse} if is_echoed else {}
+    return json.loads(text.decode("utf-8-sig"), parse_int=_integer, **strict)
 
 
 def is_within_bounds(text: bytes) -> bool:
@@ -93,6 +98,16 @@ def _integer(digits: str) -> int:
     if len(digits) > MOST_DIGITS:
         raise RequestTooLarge(f"the request has a number of {len(digits)} digits, the limit is {MOST_DIGITS}")
     return int(digits)
+
+
+def _finite(digits: str) -> float:
+    if math.isinf(value := float(digits)):
+        raise RequestTooLarge(f"the request has the number {digits[:MOST_DIGITS]}, which no double holds")
+    return value
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _n_values(text: bytes) -> int:

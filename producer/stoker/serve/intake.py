@@ -28,7 +28,7 @@ from stoker.new_job import JobOptions, NewJob, require_job_id
 from stoker.serve.responses import json_object
 from stoker.serve.settings import ANYBODY, ServeSettings
 from stoker.serve.store import ResponseStore, StoredResponse
-from stoker_shared.errors import RequestError
+from stoker_shared.errors import InvalidRequest, RequestError
 from stoker_shared.request import build_request
 
 AGENT_HEADER: Final = "x-stoker-agent"
@@ -38,6 +38,9 @@ _SESSIONS: Final = ("session-id", "x-claude-code-session-id", "x-session-id", "x
 """The last one that is there counts."""
 _KEPT_S: Final = 3600
 """How long the job stays in Redis after its end, in seconds."""
+
+_MOST_KEY_CHARACTERS: Final = 200
+"""Of an id of a stored response, which is a folder's name too."""
 
 _BACKGROUND_S: Final = 86_400
 """How long a job may run that nobody waits for, in seconds."""
@@ -104,11 +107,16 @@ def call_jobs(raw: list[bytes], head: CallHead, settings: ServeSettings) -> Call
         kept = JobOptions(
             job_timeout_s=timeout_s, ttl_s=timeout_s + _KEPT_S, result_ttl_s=_KEPT_S, failure_ttl_s=_KEPT_S
         )
-        session = uuid4().hex if call.continues is None else _continue(call, head.owner, store)
+        # A call that is made again with its key has to be the same request.
+        session = uuid4().hex if head.key is None else session_name(head.key)
+        if call.continues is not None:
+            session = _continue(call, head.owner, store)
         if store is not None and call.is_stored:
             call.requests[0].setdefault("session", session)
         if head.key is not None:
             require_job_id("Idempotency-Key", head.key)
+            if len(head.key) > _MOST_KEY_CHARACTERS:
+                raise InvalidRequest(f"Idempotency-Key: the limit is {_MOST_KEY_CHARACTERS} characters")
         requests = [build_request(_with_head(fields, head)) for fields in call.requests]
         ids = [head.key and (f"{head.key}-{n}" if n else head.key) for n in range(len(requests))]
         jobs = tuple(

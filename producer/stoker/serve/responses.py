@@ -100,7 +100,7 @@ def json_object(raw: bytes) -> dict[str, Any]:
         Failure: it is not a JSON object.
     """
     try:
-        body = read_json(raw)
+        body = read_json(raw, is_echoed=True)
     except RequestTooLarge:
         raise
     except ValueError:

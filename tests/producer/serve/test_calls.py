@@ -292,6 +292,20 @@ def test_a_call_with_a_key_can_be_made_again_and_its_job_outlives_its_client(ser
         ask(client, "wait", extra_headers={"Idempotency-Key": "my key"})
 
 
+def test_a_key_that_is_too_long_is_refused(client):
+    for key in ("k" * 201, ""):
+        with pytest.raises(openai.BadRequestError, match="Idempotency-Key"):
+            client.responses.create(model="m", input="say x", extra_headers={"Idempotency-Key": key})
+
+
+@pytest.mark.parametrize(("number", "status"), [("NaN", 400), ("-Infinity", 400), ("1e999", 413), ("-1e999", 413)])
+def test_what_is_no_number_of_json_comes_back_in_no_answer(served, number, status):
+    body = f'{{"model": "m", "input": [{{"role": "user", "content": "say x", "extra": {number}}}]}}'
+    answer = httpx.post(f"{served.url}/v1/responses", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == status
+    assert set(answer.json()) == {"error"}
+
+
 def test_the_agent_and_the_context_are_in_headers_or_the_body(client, hand):
     def request(**fields):
         return hand.request(ask(client, "say x", **fields).id.removeprefix("chatcmpl-"))
