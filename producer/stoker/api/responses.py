@@ -295,8 +295,10 @@ def _require_tools(fields: dict[str, Any]) -> None:
     """Keep the allowed tools only, and drop a choice among none."""
     allowed = fields.pop("allowed_tools", None)
     if isinstance(allowed, list):
-        names = {tool.get("name") for tool in allowed if isinstance(tool, dict)}
-        fields["tools"] = [tool for tool in fields.get("tools", ()) if tool["function"].get("name") in names]
+        named = [tool.get("name") for tool in allowed if isinstance(tool, dict)]
+        names = {name for name in named if isinstance(name, str)}
+        given = [(tool, tool["function"].get("name")) for tool in fields.get("tools", ())]
+        fields["tools"] = [tool for tool, name in given if isinstance(name, str) and name in names]
     if not fields.get("tools"):
         fields.pop("tools", None)
         if fields.get("tool_choice") in ("auto", "none"):

@@ -219,18 +219,18 @@ async def generate(request: Request) -> Response:
         if made.has_new_response:
             await asyncio.to_thread(app.background.store.remove, response_id(made.jobs[0].job_id))
         raise
-    has_one_text = made.has_one_text
+    has_one_text, is_new = made.has_one_text, made.has_new_response
     del made  # with the prompts, which are in Redis now
     headers = id_headers(running.job_id, request.headers.get(REQUEST_ID))
     if running.call.is_background:
         try:
-            waiting = await app.background.begun(owner, response_id(running.job_id))
+            begun = await app.background.begun(owner, response_id(running.job_id), is_new=is_new)
         except BaseException:
             await running.end()
             raise
         if not running.call.is_streamed:
             await running.end()
-            return Json(waiting, headers=headers)
+            return Json(begun, headers=headers)
     if not running.call.is_streamed:
         return await _answer(request, running, headers)
     writer = endpoint.events(running.job_id, running.call, running.created_s)

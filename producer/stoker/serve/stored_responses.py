@@ -50,11 +50,26 @@ class Background:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def begun(self, owner: str, response_id: str) -> dict[str, Any]:
-        """The response whose job was enqueued, as its client sees it now."""
+    async def begun(self, owner: str, response_id: str, *, is_new: bool) -> dict[str, Any]:
+        """The response whose job was enqueued, as its client sees it now.
+
+        Args:
+            is_new: it was stored by this call, not by an earlier one with the same key.
+        """
         response = await asyncio.to_thread(self.store.get, owner, response_id)
         self.wait_for(response)
-        return _frame_of(response, "queued")
+        return _frame_of(response, "queued") if is_new else await self.now(response)
+
+    async def now(self, response: StoredResponse) -> dict[str, Any]:
+        """A response as its client sees it."""
+        answer = await asyncio.to_thread(self.store.answer, response.id)
+        if answer is not None:
+            return answer
+        try:
+            return await _answer_of(self._backend, response, timeout_s=0)
+        except ResultTimeout:
+            state = (await self._backend.ticket(response.job_id).status()).state
+            return _frame_of(response, "queued" if state in _WAITING else "in_progress")
 
     def wait_for(self, response: StoredResponse) -> None:
         """Store the answer once there is one."""
@@ -127,7 +142,7 @@ async def retrieve(request: Request) -> Response:
         raise Failure(
             400, "'stream' is not served here: retrieve it without", code="unsupported_parameter", param="stream"
         )
-    return Json(await _now(request, await _response(request)))
+    return Json(await _background(request).now(await _response(request)))
 
 
 async def list_input(request: Request) -> Response:
@@ -150,10 +165,9 @@ async def cancel(request: Request) -> Response:
     if await asyncio.to_thread(background.store.answer, response.id) is None:
         backend: Backend = request.app.state.backend
         with suppress(JobNotFound):
-            if await backend.ticket(response.job_id).cancel():
-                answer = _frame_of(response, "cancelled")
-                await asyncio.to_thread(background.store.set_answer, response.id, answer)
-    return Json(await _now(request, response))
+            await backend.ticket(response.job_id).cancel()
+            background.wait_for(response)  # the process that made it may be gone
+    return Json(await background.now(response))
 
 
 async def delete(request: Request) -> Response:
@@ -171,15 +185,3 @@ def _background(request: Request) -> Background:
 async def _response(request: Request) -> StoredResponse:
     store = _background(request).store
     return await asyncio.to_thread(store.get, request.state.owner, request.path_params["response_id"])
-
-
-async def _now(request: Request, response: StoredResponse) -> dict[str, Any]:
-    answer = await asyncio.to_thread(_background(request).store.answer, response.id)
-    if answer is not None:
-        return answer
-    backend: Backend = request.app.state.backend
-    try:
-        return await _answer_of(backend, response, timeout_s=0)
-    except ResultTimeout:
-        state = (await backend.ticket(response.job_id).status()).state
-        return _frame_of(response, "queued" if state in _WAITING else "in_progress")

@@ -126,6 +126,16 @@ def test_tools_that_a_server_runs_are_left_out(client, hand):
         client.responses.create(model="m", input="say x", tools=tools, tool_choice={"type": "web_search"})
 
 
+def test_only_the_allowed_tools_are_offered_whatever_their_names_are(client, hand):
+    tools: Any = [TOOL, {**TOOL, "name": "g"}]
+    allowed: Any = [{"type": "function", "name": "g"}, {"type": "function", "name": ["f"]}, {"name": {}}]
+    choice: Any = {"type": "allowed_tools", "mode": "auto", "tools": allowed}
+    client.responses.create(model="m", input="say x", tools=tools, tool_choice=choice)
+    assert [tool["function"]["name"] for tool in last_request(hand)["tools"]] == ["g"]
+    client.responses.create(model="m", input="say x", tools=[{**TOOL, "name": ["g"]}], tool_choice=choice)
+    assert "tools" not in last_request(hand)
+
+
 class River(BaseModel):
     name: str
 
@@ -323,6 +333,8 @@ def test_a_response_in_the_background_can_be_canceled_and_can_fail(stored, hand)
     assert client.responses.cancel(begun.id).status == "cancelled"
     failing = client.responses.create(model="m", input="fail EngineFailed: x", background=True)
     assert until(client, failing.id, "failed").error.code == "server_error"
+    assert client.responses.cancel(begun.id).status == "cancelled"
+    assert client.responses.cancel(failing.id).status == "failed"
     waited_for = client.responses.create(model="m", input="say x")
     with pytest.raises(openai.BadRequestError, match="background"):
         client.responses.cancel(waited_for.id)
@@ -388,6 +400,15 @@ def test_a_keyed_call_that_failed_is_a_failed_response(stored):
         client.responses.create(model="m", input="fail EngineFailed: x", extra_headers=key)
     found = client.responses.retrieve("resp_fails")
     assert (found.status, found.error.code) == ("failed", "server_error")
+
+
+def test_a_call_in_the_background_that_is_made_again_with_its_key_is_answered_with_its_state(stored, hand):
+    client, key = stored.client(), {"Idempotency-Key": "in-background"}
+    ask = lambda: client.responses.create(model="m", input="wait", background=True, extra_headers=key)  # noqa: E731
+    assert (ask().status, ask().status) == ("queued", "queued")
+    hand.finish(hand.wait_for_one(), text="done")
+    until(client, "resp_in-background", "completed")
+    assert ask().output_text == "done"
 
 
 def test_a_response_that_is_deleted_while_it_is_made_is_answered_all_the_same(stored, hand):
