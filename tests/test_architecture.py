@@ -23,6 +23,7 @@ COMMANDS = (
         "stoker.submit_",
         "stoker.cascade.cli.",
         "stoker.command_parts.",
+        "stoker.wait_line.",
     ),
     *(
         "stoker.dashboard.command.",

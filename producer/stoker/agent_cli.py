@@ -6,14 +6,16 @@
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import click
 from click.decorators import FC
 
 from stoker.agents import Agents, JobsOfAgent
-from stoker.command_parts import agrees, json_option, open_producer, redis_option, show
+from stoker.command_parts import agrees, json_option, open_producer, redis_option, show, status_text
 from stoker.producer import Producer
 from stoker.tables import duration
+from stoker.wait_line import shown_wait
 from stoker_shared.agents import AgentForgotten, AgentForked, AgentInfo, AgentResult, AgentRolledBack
 from stoker_shared.errors import AgentNotFound
 from stoker_shared.help_layout import SETTINGS, LaidOutGroup, examples, options_under
@@ -102,7 +104,7 @@ def forget(context: click.Context, /, agent_id: str, yes: bool, with_jobs: bool,
     with open_producer(context.obj) as producer:
         # Before it, so that forget does not wait for them; and after it, because more may have been enqueued.
         removed = producer.agents.jobs(agent_id, remove=True).removed if with_jobs else 0
-        done = _result(producer, options, lambda agents, given: agents.forget(agent_id, **given))
+        done = _result(producer, as_json, options, lambda agents, given: agents.forget(agent_id, **given))
         left = producer.agents.jobs(agent_id, remove=with_jobs)
         left = replace(left, removed=left.removed + removed)
     value = {**done.model_dump(mode="json"), "in_redis": asdict(left)}
@@ -113,16 +115,20 @@ def _run(
     redis_url: str, as_json: bool, options: dict[str, Any], call: Callable[[Agents, dict[str, Any]], AgentResult]
 ) -> None:
     with open_producer(redis_url) as producer:
-        done = _result(producer, options, call)
+        done = _result(producer, as_json, options, call)
     if isinstance(done, AgentInfo) and not done.exists:
         raise AgentNotFound(f"there is no agent {done.agent_id!r}")
     show(as_json, done.model_dump(mode="json"), _words(done))
 
 
-def _result(producer: Producer, options: dict[str, Any], call: Callable[[Agents, dict[str, Any]], R]) -> R:
+def _result(
+    producer: Producer, as_json: bool, options: dict[str, Any], call: Callable[[Agents, dict[str, Any]], R]
+) -> R:
     timeout_s = options.pop("timeout_s")
     given = {name: value for name, value in options.items() if value is not None}
-    return call(producer.agents, {**given, "timeout_s": timeout_s})
+    job_id = given.setdefault("job_id", str(uuid4()))
+    with shown_wait(lambda: status_text(producer.status(job_id)), quiet=as_json):
+        return call(producer.agents, {**given, "timeout_s": timeout_s})
 
 
 def _words_of_jobs(left: JobsOfAgent, with_jobs: bool) -> str:

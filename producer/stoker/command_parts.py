@@ -3,13 +3,15 @@
 import json
 import sys
 from collections.abc import Callable
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 import click
 
 from stoker.producer import Producer
 from stoker.streaming import TextChunk
-from stoker.tickets import Ticket
+from stoker.tickets import Ticket, TicketStatus
+from stoker.wait_line import shown_wait
 from stoker_shared.help_layout import options_under
 from stoker_shared.result import GenerationResult
 from stoker_shared.text import printable
@@ -71,8 +73,22 @@ def show(as_json: bool, value: Any, text: str) -> None:
     click.echo(json.dumps(value) if as_json else printable(text, lines=True))
 
 
+def status_text(now: TicketStatus) -> str:
+    parts = [now.state]
+    if now.position is not None:
+        parts.append(f"{now.position} ahead of it" if now.position else "next")
+    if now.worker:
+        parts.append(f"on {now.worker}")
+    if now.stage:
+        parts.append(now.stage)
+    if now.tokens:
+        parts.append(f"{now.tokens} tokens so far, {now.tokens_per_s:g} a second")
+    return ", ".join(parts) + (f"; {now.warning}" if now.warning else "")
+
+
 def show_result(ticket: Ticket, timeout_s: float | None, as_json: bool) -> None:
-    generated = ticket.result(timeout_s)
+    with shown_wait(lambda: status_text(ticket.status()), quiet=as_json):
+        generated = ticket.result(timeout_s)
     texts = [choice.text for choice in generated.choices or [generated]]
     if as_json:
         show(as_json, generated.model_dump(mode="json"), "")
@@ -84,7 +100,10 @@ def show_result(ticket: Ticket, timeout_s: float | None, as_json: bool) -> None:
 def show_stream(ticket: Ticket, timeout_s: float | None) -> None:
     """Print the text to stdout as it comes; a text that begins again begins on a new line."""
     try:
-        for event in ticket.stream(timeout_s):
+        events = ticket.stream(timeout_s)
+        with shown_wait(lambda: status_text(ticket.status())):
+            first = list(islice(events, 1))
+        for event in chain(first, events):
             if isinstance(event, TextChunk):
                 click.echo(_answer(event.text), nl=False)
             else:

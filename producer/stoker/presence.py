@@ -5,6 +5,7 @@ A job is as durable without a worker as with one, so a missing worker is no erro
 
 import logging
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -146,6 +147,28 @@ def unattended(*queues: str) -> Operation[str | None]:
             others = f"; queues with workers: {', '.join(served)}" if served else ", nor to any queue"
             return f"no worker listens to {queue!r}{others}"
     return None
+
+
+def unready(*queues: str) -> Operation[str | None]:
+    """Why no job of one of `queues` can begin now: nobody listens to it (as `unattended`), its workers still load their
+    model, or they are suspended; ``None`` if a worker of each can take one."""
+    warning = yield from unattended(*queues)
+    if warning is not None:
+        return warning
+    workers = yield from live_workers()
+    return next(filter(None, (still_loading(queue, workers) or _suspended(queue, workers) for queue in queues)), None)
+
+
+def still_loading(queue: str, workers: Iterable[LiveWorker]) -> str | None:
+    """A message if all workers of the queue still load their model; a worker that is not among them counts as ready."""
+    models = [worker.model for worker in workers if queue in worker.queues]
+    return f"the worker of {queue!r} still loads its model" if models and not any(models) else None
+
+
+def _suspended(queue: str, workers: Iterable[LiveWorker]) -> str | None:
+    figures = [worker.now for worker in workers if queue in worker.queues]
+    is_suspended = figures and all(now is not None and now.suspended for now in figures)
+    return "suspended by `rq suspend`: no job is claimed until `rq resume`" if is_suspended else None
 
 
 class Attendance:

@@ -9,7 +9,7 @@ from typing import Final
 
 import click
 
-from stoker.command_parts import json_option, open_producer, redis_option, show, ticket_of
+from stoker.command_parts import json_option, open_producer, redis_option, show, status_text, ticket_of
 from stoker.overview import Overview
 from stoker.producer import Producer
 from stoker.tables import (
@@ -21,7 +21,6 @@ from stoker.tables import (
     trouble_text,
     worker_table,
 )
-from stoker.tickets import TicketStatus
 from stoker_shared.errors import QueueError
 from stoker_shared.help_layout import LaidOutCommand, examples
 from stoker_shared.text import printable
@@ -113,7 +112,7 @@ def status(redis_url: str, job_id: str | None, watch: bool, as_json: bool) -> No
             show(as_json, asdict(now), overview_text(now))
         else:
             of_job = ticket_of(producer, job_id).status()
-            show(as_json, {"job_id": job_id, **asdict(of_job)}, _status_line(of_job))
+            show(as_json, {"job_id": job_id, **asdict(of_job)}, status_text(of_job))
 
 
 def _watch(producer: Producer) -> None:
@@ -156,16 +155,3 @@ def overview_text(now: Overview) -> str:
     if now.slowest:
         parts.append(f"running the longest:\n{job_table(now.slowest).text()}")
     return printable("\n\n".join(parts), lines=True)
-
-
-def _status_line(now: TicketStatus) -> str:
-    parts = [now.state]
-    if now.position is not None:
-        parts.append(f"{now.position} ahead of it" if now.position else "next")
-    if now.worker:
-        parts.append(f"on {now.worker}")
-    if now.stage:
-        parts.append(now.stage)
-    if now.tokens:
-        parts.append(f"{now.tokens} tokens so far, {now.tokens_per_s:g} a second")
-    return printable(", ".join(parts) + (f"; {now.warning}" if now.warning else ""))

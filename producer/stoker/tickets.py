@@ -19,7 +19,7 @@ from stoker.cascade.trust import give_feedback
 from stoker.connection import blocking_slice_s
 from stoker.job_record import JobEnd, JobRecord, queue_key
 from stoker.operations import Operation, T, ask, run, run_async
-from stoker.presence import unattended
+from stoker.presence import unready
 from stoker.streaming import StreamEvent, StreamReader
 from stoker.waiting import Patience, Waiter, wait_for_end
 from stoker_shared.errors import JobNotFound, RedisUnavailable
@@ -37,8 +37,9 @@ class TicketStatus:
         worker: name of the worker that runs it; ``None`` unless it runs.
         stage: ``loading`` its agent's memory, ``waiting`` for a place in the batch, ``prefill`` or ``decode``. Like the
             next two about a second old, and ``None`` unless the job runs.
-        tokens: tokens generated so far. tokens_per_s: mean rate since the first token. warning: that no worker listens
-        to its queue, with the queues that have one; ``None`` unless the job waits there.
+        tokens: tokens generated so far. tokens_per_s: mean rate since the first token.
+        warning: why no job of its queue can begin now: no worker listens to it, or those that do still load their model
+            or are suspended. ``None`` unless the job waits there.
     """
 
     state: str
@@ -61,7 +62,7 @@ def status_of(job_id: str) -> Operation[TicketStatus]:
     if record.state == "queued":
         # The position is ``None`` in the moment between a worker's claim and the job's start.
         position = yield from ask("LPOS", queue_key(record.queue), job_id)
-        warning = yield from unattended(record.queue)
+        warning = yield from unready(record.queue)
         return TicketStatus("queued", position=position if isinstance(position, int) else None, warning=warning)
     if record.state == "started":
         progress = asdict(record.progress) if record.progress else {}

@@ -24,7 +24,7 @@ from rq.results import Result
 from stoker.connection import LOST, REFUSED
 from stoker.job_record import KEPT_RESULTS, NO_ENTRY, JobEnd, JobRecord, registry_key
 from stoker.operations import Command, Commands, Entries, Operation, Pause, T, ask, stream_entries
-from stoker.presence import unattended
+from stoker.presence import unready
 from stoker_shared.errors import JobNotFound, ResultTimeout
 
 GIVE_UP_S = 60.0
@@ -129,8 +129,8 @@ def results_after(last_entry_ids: dict[str, str], block_s: float) -> Command:
 
 
 def timed_out(record: JobRecord, after_s: float) -> Operation[ResultTimeout]:
-    """The error of a wait for a job that has not ended, with a warning if no worker listens to its queue."""
-    warning = (yield from unattended(record.queue)) if record.state == "queued" else None
+    """The error of a wait for a job that has not ended, with the reason if no job of its queue can begin."""
+    warning = (yield from unready(record.queue)) if record.state == "queued" else None
     still = f"still {record.state} after {after_s:g} s; it is not canceled"
     return ResultTimeout(record.job_id, f"{still}; {warning}" if warning else still)
 

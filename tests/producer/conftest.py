@@ -61,6 +61,25 @@ def worker(connection: Redis) -> PlayedWorker:
     return PlayedWorker(connection)
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def as_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Terminal]:
+    """Makes stderr a terminal with this many columns, and gives the text written to it. Call it in the test itself,
+    because pytest puts its own stderr there when the test begins."""
+
+    def make(columns: int) -> Terminal:
+        terminal = Terminal()
+        monkeypatch.setattr("sys.stderr", terminal)
+        monkeypatch.setenv("COLUMNS", str(columns))
+        return terminal
+
+    return make
+
+
 @pytest.fixture
 def stoker(
     redis_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -40,7 +40,7 @@ from stoker.batch.work import BatchWork
 from stoker.command_parts import json_option, or_usage_error, redis_option, show
 from stoker.connection import WrongKeyType, open_connection
 from stoker.operations import run as carry_out
-from stoker.presence import unattended
+from stoker.presence import unattended, unready
 from stoker_shared.errors import StokerError
 from stoker_shared.help_layout import SETTINGS, LaidOutGroup, examples, options_under
 from stoker_shared.text import printable
@@ -259,7 +259,7 @@ def status(url: str, name: str, as_json: bool) -> None:
     with or_usage_error(lambda: open_connection(url)) as connection:
         record = or_usage_error(lambda: carry_out(connection, find_record(name)))
         now = carry_out(connection, status_of(record))
-        warning = carry_out(connection, unattended(*record.queues)) if now.waiting else None
+        warning = carry_out(connection, unready(*record.queues)) if now.waiting else None
     line = _as_line(record, now) + (f"; {warning}" if warning else "")
     show(as_json, {**_as_object(record, now), "warning": warning}, line)
 

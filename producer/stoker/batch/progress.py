@@ -3,8 +3,6 @@
 Owns the last line of the terminal while a batch runs: all other lines go through `report`, which redraws the bar.
 """
 
-import shutil
-import sys
 import time
 from collections import deque
 from typing import Final, Self
@@ -12,13 +10,13 @@ from typing import Final, Self
 import click
 
 from stoker.batch.collecting import Tally
+from stoker.wait_line import WaitLine
 from stoker_shared.text import printable
 
 _LINE_EVERY_S: Final = 5.0
 _DRAW_EVERY_S: Final = 0.2
 _RATE_OVER_S: Final = 30.0
 _BAR_CHARACTERS: Final = 20
-_ERASE_LINE: Final = "\r\x1b[2K"
 
 
 class Progress:
@@ -32,7 +30,7 @@ class Progress:
         self._total = total
         self._tally = tally
         self._quiet = quiet
-        self._draws = not quiet and sys.stderr.isatty()
+        self._line = WaitLine(quiet=quiet)
         self._shown_at = float("-inf")
         self._samples: deque[tuple[float, int, int]] = deque()
 
@@ -40,12 +38,12 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._erase()
+        self._line.erase()
 
     def report(self, line: str) -> None:
         """Print a line that is not overwritten."""
         if not self._quiet:
-            self._erase()
+            self._line.erase()
             click.echo(printable(line, lines=True), err=True)
 
     def show(self, n_succeeded: int, n_failed: int, note: str | None = None) -> None:
@@ -55,30 +53,24 @@ class Progress:
             note: the reason for a pause, if there is one.
         """
         now = time.monotonic()
-        if self._quiet or now < self._shown_at + (_DRAW_EVERY_S if self._draws else _LINE_EVERY_S):
+        if self._quiet or now < self._shown_at + (_DRAW_EVERY_S if self._line.draws else _LINE_EVERY_S):
             return
         self._shown_at = now
         text = self._text(now, n_succeeded, n_failed, note)
-        if self._draws:
+        if self._line.draws:
             self._draw((n_succeeded + n_failed) / max(1, self._total), text)
         else:
             click.echo(text, err=True)
 
     def _draw(self, part: float, text: str) -> None:
-        """On a narrow terminal the bar is omitted, then the end of the text, because a longer line would wrap."""
-        room = shutil.get_terminal_size().columns - 1
+        """On a narrow terminal the bar is omitted, then the end of the text."""
         n_done = int(part * _BAR_CHARACTERS)
         bar = f"[{'#' * n_done}{'-' * (_BAR_CHARACTERS - n_done)}] {100 * part:3.0f} %  "
-        line = (bar if len(bar) + len(text) <= room else "") + text
-        click.echo(_ERASE_LINE + line[:room], nl=False, err=True)
-
-    def _erase(self) -> None:
-        if self._draws:
-            click.echo(_ERASE_LINE, nl=False, err=True)
+        self._line.draw((bar if len(bar) + len(text) <= self._line.room else "") + text)
 
     def _text(self, now: float, n_succeeded: int, n_failed: int, note: str | None) -> str:
         tally, waiting = self._tally, self._total - n_succeeded - n_failed
-        parts = [f"{n_succeeded:,} done", f"{n_failed:,} failed", f"{waiting:,} waiting"]
+        parts = [f"{n_succeeded:,} done", f"{n_failed:,} failed", f"{waiting:,} waiting", *([note] if note else [])]
         self._samples.append((now, tally.completion_tokens, tally.n_answers))
         while len(self._samples) > 2 and self._samples[0][0] < now - _RATE_OVER_S:
             self._samples.popleft()
@@ -89,7 +81,7 @@ class Progress:
             parts.append(f"{100 * tally.cached_tokens / tally.prompt_tokens:.0f} % cached")
         if tally.n_answers > answers and waiting:
             parts.append(f"{_duration(waiting * (now - since) / (tally.n_answers - answers))} left")
-        return ", ".join(parts + ([note] if note else []))
+        return ", ".join(parts)
 
 
 def _duration(seconds: float) -> str:

@@ -30,7 +30,7 @@ from stoker.batch.record import (
 )
 from stoker.cascade.routing import NobodyServes
 from stoker.operations import run
-from stoker.presence import unattended
+from stoker.presence import unready
 from stoker_shared.errors import RedisUnavailable
 
 GIVE_UP_S: Final = 600.0
@@ -63,7 +63,7 @@ class BatchWork:
     _looked_back_at: float = field(default=float("-inf"), init=False)
     _held_back: str | None = field(default=None, init=False)
     _looked_for_workers_at: float = field(default=float("-inf"), init=False)
-    _unattended: str | None = field(default=None, init=False)
+    _unready: str | None = field(default=None, init=False)
     _unserved: str | None = field(default=None, init=False)
 
     @property
@@ -118,7 +118,7 @@ class BatchWork:
                 continue
             if found is None or not follow:
                 break
-            self._show(self._held_back or self._unserved or self._unattended)
+            self._show(self._held_back or self._unserved or self._unready)
             pause_s = _IDLE_S[0] if found else min(_IDLE_S[1], 1.5 * pause_s)
             if found < _GROUP:
                 time.sleep(pause_s)
@@ -159,7 +159,7 @@ class BatchWork:
     def _look_for_workers(self, queues: Sequence[str]) -> None:
         now = time.monotonic()
         if now > self._looked_for_workers_at + _LOOK_FOR_WORKERS_S:
-            self._looked_for_workers_at, self._unattended = now, run(self.connection, unattended(*queues))
+            self._looked_for_workers_at, self._unready = now, run(self.connection, unready(*queues))
 
     def _record(self) -> BatchRecord:
         record = run(self.connection, read_record(self.batch))

@@ -14,7 +14,7 @@ from stoker.api.failure import Failure
 from stoker.connection import open_async_connection
 from stoker.new_job import NewJob
 from stoker.operations import Commands, Operation, T, ask
-from stoker.presence import LiveWorker
+from stoker.presence import LiveWorker, still_loading
 from stoker.producer import AsyncProducer
 from stoker.serve.intake import Intake
 from stoker.serve.settings import ServeSettings
@@ -109,9 +109,8 @@ class Backend:
         """Why no worker can run a call now, with a code; a worker whose record is not there counts as ready."""
         if warning := await self.producer.unattended():
             return "no_worker", warning
-        workers = await self.workers()
-        if workers and all(worker.model is None for worker in workers):
-            return "model_loading", f"the worker of {self.settings.queue!r} still loads its model"
+        if message := still_loading(self.settings.queue, await self.workers()):
+            return "model_loading", message
         return None
 
     async def take_place(self, owner: str) -> str:
