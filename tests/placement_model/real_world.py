@@ -1,4 +1,4 @@
-"""The same histories with the real worker: `Worker` with its threads, `RqQueue`, `ReplicatedStore`, a Redis server, and
+"""The same histories with the real worker: `Worker` with its threads, `RqQueue`, `AgentCacheStore`, a Redis server, and
 a bucket or a folder.
 
 Each process of a worker is a set of played threads, which stop at each request to Redis or to the bucket. What happened
@@ -48,7 +48,6 @@ from stoker_worker.memory import turn_saver
 from stoker_worker.memory.database import connect
 from stoker_worker.memory.locks import _LockedFile, store_name
 from stoker_worker.memory.replica import versions
-from stoker_worker.memory.replica.agent_store import ReplicatedStore
 from stoker_worker.memory.replica.bucket import Bucket, BucketAway
 from stoker_worker.memory.replica.versions import SharedVersion, Versions, number_in, version_name, versions_folder
 from stoker_worker.memory.store import AgentCacheStore
@@ -350,17 +349,20 @@ class RealProcess:
     def _main(self):
         world, life = self.world, self.member
         with ExitStack() as opened:
-            local = AgentCacheStore(
-                self.folder, files=FastDisk(), agent_ttl_s=world.agent_ttl_s, connector=world.connect
+            store = AgentCacheStore(
+                self.folder,
+                files=FastDisk(),
+                agent_ttl_s=world.agent_ttl_s,
+                shared=Bucket(world.bucket.url),
+                connector=world.connect,
             )
-            store = ReplicatedStore(local, Bucket(world.bucket.url))
             opened.enter_context(closing(store))
-            while not store.identity():
+            while not store.shared_id():
                 with suppress(BucketAway):
                     store.meet()
                 time.sleep(1)
             store.start_upkeep()
-            own = OwnStore(store_name(self.folder), store.identity(), has_agents=True)
+            own = OwnStore(store_name(self.folder), store.shared_id(), has_agents=True)
             settings = read_settings({**SETTINGS, "redis_url": world.redis.url, "name": self.name})
             queue = opened.enter_context(open_queue(settings, world.redis.url, store=own, model="scripted"))
             life.worker = Worker(settings, queue.rq_queue, store, PlayedProvider(world))
@@ -649,14 +651,14 @@ class RealWorld(World):
         with pytest.MonkeyPatch.context() as patch:
             self.bucket.install(patch)
             for folder in [*(one.folder for one in self.processes), self.folder / "new"]:
-                store = ReplicatedStore(AgentCacheStore(folder, files=FastDisk()), Bucket(self.bucket.url))
+                store = AgentCacheStore(folder, files=FastDisk(), shared=Bucket(self.bucket.url))
                 store.meet()
                 for agent in AGENTS:
                     store.look(agent)
                     found = store.open_agent(agent).transcript
                     is_newest = (found.token_ids if found else ()) == self.tokens[agent]
                     require(is_newest, "a machine goes on from something else")
-                require(not problems_of(store.local), "a store is damaged")
+                require(not problems_of(store), "a store is damaged")
                 store.close()
 
 

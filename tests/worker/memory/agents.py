@@ -304,9 +304,8 @@ def disk_bytes(store: Path) -> int:
 
 def tidy(store: CacheStorePort) -> None:
     """What the upkeep of a store on disk does each second."""
-    local = getattr(store, "local", store)
-    if isinstance(local, AgentCacheStore):
-        for _ in local._upkeep.tidy():
+    if isinstance(store, AgentCacheStore):
+        for _ in store._upkeep.tidy():
             pass
 
 

@@ -38,7 +38,6 @@ from stoker_shared.errors import (
     AgentVersionConflict,
     VersionTaken,
 )
-from stoker_worker.memory.replica.agent_store import ReplicatedStore
 from stoker_worker.memory.replica.bucket import Bucket
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import CacheStorePort, Delivery, SequenceCache, Turn
@@ -50,7 +49,7 @@ def shared_store(folder: Path) -> CacheStorePort:
     """With a shared store that nobody else uses."""
     share = folder.with_name("share")
     share.mkdir()
-    return ReplicatedStore(AgentCacheStore(folder, files=FastDisk()), Bucket(share.as_uri()))
+    return AgentCacheStore(folder, files=FastDisk(), shared=Bucket(share.as_uri()))
 
 
 LONG = ids(1400)
@@ -71,7 +70,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CacheStore
 
 def lose_a_turn(store: CacheStorePort) -> None:
     """A job of the agent finishes without its turn."""
-    if isinstance(store, ReplicatedStore):
+    if isinstance(store, AgentCacheStore) and store.shared_id():
         pytest.skip("with a shared store, no job finishes without its turn")
     store.mark_unsaved("agent")
 

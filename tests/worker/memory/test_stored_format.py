@@ -29,7 +29,6 @@ from tests.worker.memory.agents import (
 from stoker_shared.message import Message
 from stoker_worker.cli.memory_commands import memory
 from stoker_worker.memory.agent_changes import fork_agent, roll_back
-from stoker_worker.memory.replica.agent_store import ReplicatedStore
 from stoker_worker.memory.replica.bucket import Bucket
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import Delivery, Transcript
@@ -72,13 +71,12 @@ def make(folder: Path) -> None:
         Agent(store, "unsaved").say(ids(3))
         store.mark_unsaved("unsaved")
     (folder / "shared").mkdir()
-    other = ReplicatedStore(
-        AgentCacheStore(folder / "other", files=FastDisk()), Bucket(f"file://{folder.absolute()}/shared")
-    )
-    with closing(other):
+    bucket = Bucket(f"file://{folder.absolute()}/shared")
+    with closing(AgentCacheStore(folder / "other", files=FastDisk(), shared=bucket)) as other:
         shared = AgentOf(other, "shared", MODEL)
         shared.say(ids(300))
         shared.say(ids(400))
+        assert other._behind is not None
         while other._behind.write_next():
             pass
     shutil.rmtree(folder / "other")
@@ -127,8 +125,8 @@ def test_a_stored_store_is_worked_with(sample: Path) -> None:
 
 def test_a_stored_shared_store_is_worked_with(sample: Path) -> None:
     pytest.importorskip("obstore")
-    local = AgentCacheStore(sample / "another", files=FastDisk())
-    with closing(ReplicatedStore(local, Bucket(f"file://{sample}/shared"))) as store:
+    bucket = Bucket(f"file://{sample}/shared")
+    with closing(AgentCacheStore(sample / "another", files=FastDisk(), shared=bucket)) as store:
         agent = AgentOf(store, "shared", MODEL)
         assert store.look("shared")
         assert agent.tokens() == ids(400)

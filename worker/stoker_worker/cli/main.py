@@ -23,7 +23,6 @@ from stoker_worker.cli.service_command import service
 if TYPE_CHECKING:
     from stoker_worker.engine.provider import MlxProvider
     from stoker_worker.engine.scripted import ScriptedProvider
-    from stoker_worker.memory.replica.agent_store import ReplicatedStore
     from stoker_worker.memory.store import AgentCacheStore
     from stoker_worker.metrics.watch import Watch
     from stoker_worker.queue.lease import OwnStore
@@ -80,7 +79,6 @@ def run(**options: Any) -> None:
 
 
 def _run(settings: "WorkerSettings") -> None:
-    from stoker_worker.memory.store import AgentCacheStore
     from stoker_worker.metrics.watch import Watch
     from stoker_worker.pipeline.worker import Worker
     from stoker_worker.queue.rq_queue import open_queue
@@ -97,9 +95,7 @@ def _run(settings: "WorkerSettings") -> None:
             redis_url = _embedded_redis(settings, cleanup)
         # Before the queue: a worker that sleeps loses its lease but not its store, and no worker runs without a store.
         agents = cleanup.enter_context(closing(_agents(settings)))
-        watch.store = agents.use
-        if not isinstance(agents, AgentCacheStore):
-            watch.shared_store = agents.glance
+        watch.store, watch.shared_store = agents.use, agents.shared_use
         agents.start_upkeep()
         own = _own_store(settings, agents)
         queue = cleanup.enter_context(open_queue(settings, redis_url, store=own, model=provider.model))
@@ -127,9 +123,10 @@ def _embedded_redis(settings: "WorkerSettings", cleanup: ExitStack) -> str:
     return url
 
 
-def _agents(settings: "WorkerSettings") -> "AgentCacheStore | ReplicatedStore":
+def _agents(settings: "WorkerSettings") -> "AgentCacheStore":
     """The store, opened, and with the shared one behind it if there is one. Raises `StoreUnusable`."""
     from stoker_worker.memory.ram_cache import default_memory_bytes
+    from stoker_worker.memory.replica.bucket import Bucket
     from stoker_worker.memory.store import AgentCacheStore
 
     store = AgentCacheStore(
@@ -139,19 +136,22 @@ def _agents(settings: "WorkerSettings") -> "AgentCacheStore | ReplicatedStore":
         keep_versions=settings.keep_versions,
         agent_ttl_s=settings.agent_ttl_s,
         session_ttl_s=settings.session_ttl_s,
+        shared=None if settings.shared_store is None else Bucket(settings.shared_store),
+        shared_max_bps=settings.shared_store_max_bps,
         wait=settings.standby,
     )
     with ExitStack() as opened:
         opened.enter_context(closing(store))
-        agents = _with_shared_store(settings, store)
+        _meet_shared_store(settings, store)
         opened.pop_all()
-    return agents
+    return store
 
 
-def _with_shared_store(settings: "WorkerSettings", store: "AgentCacheStore") -> "AgentCacheStore | ReplicatedStore":
-    """The store, as a copy of the shared one if there is one. Waits for a shared store that has never answered: until
-    it is known which one it is, nobody knows who may serve the queue. Raises `StoreUnusable`."""
+def _meet_shared_store(settings: "WorkerSettings", store: "AgentCacheStore") -> None:
+    """Waits for a shared store that has never answered: until it is known which one it is, nobody knows who may serve
+    the queue. Raises `StoreUnusable`."""
     from stoker_worker.memory.database import read_note
+    from stoker_worker.memory.replica.bucket import BucketAway
 
     if settings.shared_store is None:
         with store.parts.database.snapshot() as connection:
@@ -161,32 +161,25 @@ def _with_shared_store(settings: "WorkerSettings", store: "AgentCacheStore") -> 
                 f"the store {settings.store_folder} is a copy of the shared store {note.url}: start the worker with "
                 f"--shared-store {note.url}, or give it another folder with --store"
             )
-        return store
-    from stoker_worker.memory.replica.agent_store import ReplicatedStore
-    from stoker_worker.memory.replica.bucket import Bucket, BucketAway
-
-    shared = ReplicatedStore(store, Bucket(settings.shared_store), max_bps=settings.shared_store_max_bps)
+        return
     while True:
         try:
-            shared.meet()
-            return shared
+            return store.meet()
         except BucketAway:  # it is logged
-            if shared.identity():
-                return shared
+            if store.shared_id():
+                return
         time.sleep(_STORE_POLL_S)
 
 
-def _own_store(settings: "WorkerSettings", agents: "AgentCacheStore | ReplicatedStore") -> "OwnStore":
+def _own_store(settings: "WorkerSettings", agents: "AgentCacheStore") -> "OwnStore":
     """As the queue knows it. Raises `OSError`, `Damaged`."""
     from stoker_worker.memory.locks import store_name
-    from stoker_worker.memory.store import AgentCacheStore
     from stoker_worker.memory.transcripts import has_agents
     from stoker_worker.queue.lease import OwnStore
 
-    local, shared = (agents, "") if isinstance(agents, AgentCacheStore) else (agents.local, agents.identity())
-    with local.parts.database.snapshot() as connection:
+    with agents.parts.database.snapshot() as connection:
         name = store_name(settings.store_folder)
-        return OwnStore(name, shared, has_agents(connection), agents.is_at_hand)
+        return OwnStore(name, agents.shared_id(), has_agents(connection), agents.is_at_hand)
 
 
 def _publish(redis_url: str, lock: Path) -> None:

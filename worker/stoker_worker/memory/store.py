@@ -1,7 +1,9 @@
 """`AgentCacheStore`: agent memory on disk, as the worker sees it (`CacheStorePort`). The way into this package.
 
-Owns the order of a save. `open_agent`, `answer` and `restore` run on the loader thread, `save` and `mark_unsaved` on
-finisher threads, at the same time, for different agents. Nothing here grows with the number of agents.
+Owns the order of a save. With a shared store, what other workers have made is brought in first, and each version is
+made there before it is made here (`StoreParts.commit_next`). `open_agent`, `answer` and `restore` run on the loader
+thread, `save` and `mark_unsaved` on finisher threads, at the same time, for different agents. Nothing here grows with
+the number of agents.
 """
 
 import json
@@ -10,19 +12,19 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from stoker_shared.agents import AgentForgotten, AgentInfo, AgentRequest, AgentResult, read_agent_result
-from stoker_shared.errors import AgentExists, AgentTranscriptUnreadable, AgentVersionConflict
+from stoker_shared.errors import AgentExists, AgentTranscriptUnreadable, AgentVersionConflict, VersionTaken
 from stoker_worker.memory import cache_index, transcripts
-from stoker_worker.memory.agent_changes import Asked, forget_agent, fork_agent, naming, roll_back
+from stoker_worker.memory.agent_changes import Asked, close_number, forget_agent, fork_agent, naming, roll_back
 from stoker_worker.memory.blocks import BlockChain
-from stoker_worker.memory.database import Connection, Damaged, DatabaseFailed, connect
+from stoker_worker.memory.database import Connection, Damaged, DatabaseFailed, connect, read_note
 from stoker_worker.memory.database_file import refused_if_unusable, with_way_on
 from stoker_worker.memory.eviction import KEEP_UNUSED_S, DiskBudget, Notes
 from stoker_worker.memory.files import Disk
@@ -30,6 +32,9 @@ from stoker_worker.memory.locks import InFlight, StoreLock
 from stoker_worker.memory.lookup import Lookup, PrefixLookup, n_readers
 from stoker_worker.memory.ram_cache import RamCache, RamCacheEntry
 from stoker_worker.memory.read_ahead import ReadAhead
+from stoker_worker.memory.replica.bucket import Bucket
+from stoker_worker.memory.replica.caches import CachesBehind
+from stoker_worker.memory.replica.shared_replica import SharedReplica
 from stoker_worker.memory.sessions import SessionCaches
 from stoker_worker.memory.store_parts import open_parts
 from stoker_worker.memory.summary import AgentSummary, versions_of
@@ -47,6 +52,7 @@ from stoker_worker.ports import (
     PlaceOf,
     Restored,
     SequenceCache,
+    SharedUse,
     StoreUse,
     Turn,
 )
@@ -83,12 +89,15 @@ class AgentCacheStore(CacheStorePort):
         keep_versions: int = KEEP_VERSIONS,
         agent_ttl_s: float | None = None,
         session_ttl_s: float | None = None,
+        shared: Bucket | None = None,
+        shared_max_bps: int | None = None,
         wait: bool = False,
         connector: Callable[[Path], Connection] = connect,
     ) -> None:
         """`max_bytes` and `keep_unused_s` as in `DiskBudget`, `memory_max_bytes` as in `RamCache`, `wait` as in
         `StoreLock`, `agent_ttl_s` and `session_ttl_s` as in `Upkeep`; `keep_versions`: how many versions of an agent a
-        rollback can return to."""
+        rollback can return to; `shared`: the store that several workers have in common, which is not asked yet;
+        `shared_max_bps` as in `CachesBehind`."""
         with ExitStack() as opened, refused_if_unusable(folder):
             opened.enter_context(closing(StoreLock(folder, wait=wait)))
             self.parts = parts = open_parts(folder, files, create=True, connector=connector)
@@ -110,6 +119,10 @@ class AgentCacheStore(CacheStorePort):
         ttls = {"agent_ttl_s": agent_ttl_s, "session_ttl_s": session_ttl_s}
         self._upkeep = Upkeep(parts, self._notes, self.unsaved, self.budget, self.ram_cache, **ttls)
         self._read_ahead = ReadAhead(parts, self.ram_cache)
+        self._behind = None
+        if shared is not None:
+            parts.replica = SharedReplica(parts, shared, is_held=self.budget.holds.is_held, on_brought=self._brought_in)
+            self._behind = CachesBehind(parts, shared, self.budget, max_bps=shared_max_bps)
         self.agent_jobs = AgentJobs(self, keep_versions=keep_versions)
 
     @property
@@ -117,18 +130,41 @@ class AgentCacheStore(CacheStorePort):
         """How often less was reused than an agent's history allowed, by reason."""
         return self._prefixes.misses
 
+    def meet(self) -> None:
+        """Ask the shared store whether it is the right one. Without this, the first call that needs it does.
+
+        Raises:
+            BucketAway: it does not answer; it will be asked again.
+            StoreUnusable: it cannot be one, or the store has agents that it lacks.
+        """
+        self.parts.replica.meet()
+
+    def shared_id(self) -> str:
+        """Of the shared store, wherever it is mounted; empty: there is none, or it never answered. Raises `OSError`,
+        `Damaged`."""
+        with self._database.snapshot() as connection:
+            note = read_note(connection)
+        return "" if note is None else note.id
+
     def look(self, agent_id: str, last: LastVersion | None = None) -> bool:
-        return True  # there is no other worker
+        with _unreadable(agent_id):
+            return self.parts.replica.look(agent_id, last)
 
     def open_agent(self, agent_id: str) -> AgentVersion:
         self.in_flight.wait_for(agent_id)
         try:
-            with self._database.snapshot() as connection:
-                state = transcripts.read_agent(connection, agent_id)
-        except (Damaged, OSError) as error:
-            _log_way_on(agent_id, error)
-            unknown = AgentVersion(agent_id, UNKNOWN_VERSION, None)
-            raise AgentTranscriptUnreadable(f"the transcript of agent {agent_id!r}: {error}", usable=unknown) from error
+            return self._open_agent(agent_id)
+        except AgentTranscriptUnreadable as error:
+            only_lacks_its_last_turn = error.usable is not None and error.usable.transcript is not None
+            if only_lacks_its_last_turn or not self.parts.replica.is_shared:
+                raise
+        with suppress(AgentTranscriptUnreadable, OSError, Damaged):
+            self.parts.replica.mend(agent_id)
+        return self._open_agent(agent_id)
+
+    def _open_agent(self, agent_id: str) -> AgentVersion:
+        with _unreadable(agent_id), self._database.snapshot() as connection:
+            state = transcripts.read_agent(connection, agent_id)
         version = state.version
         if not version.number and (after := self.parts.replica.forgotten(agent_id).number):
             version = replace(version, number=after, begins_again=True)
@@ -171,6 +207,9 @@ class AgentCacheStore(CacheStorePort):
         if not model.has_memory or (agent is None and session is None and model.spec.snapshot_layers):
             return Restored(None, "none")
         prompt = BlockChain(model.fingerprint, salt, tuple(prompt_ids))
+        is_elsewhere = agent is not None and agent.cache is not None and agent.agent_id not in self.ram_cache
+        if self._behind is not None and agent is not None and is_elsewhere:
+            self._behind.caches.bring(agent, prompt)
         with self._read_ahead.giving_way(agent.agent_id if agent else None):
             return self._prefixes.find(
                 Lookup(prompt, agent, model, max_tokens, is_saved, n_readers(beside_others), session)
@@ -179,6 +218,23 @@ class AgentCacheStore(CacheStorePort):
     def save(self, turn: Turn) -> Mapping[str, Any]:
         if turn.base.number == UNKNOWN_VERSION:
             raise DatabaseFailed(f"the versions of agent {turn.agent_id!r} could not be read")
+        with self.parts.replica.changing(turn.agent_id):
+            try:
+                result = self._save(turn)
+            except (VersionTaken, AgentVersionConflict) as taken:
+                if not self.parts.replica.is_shared:
+                    raise
+                known = None
+                with suppress(AgentTranscriptUnreadable, OSError, Damaged):  # whoever runs the job again meets it
+                    self.look(turn.agent_id)
+                    known = self.answer(turn.agent_id, turn.delivery)  # an earlier run of the job may have made it
+                if known is None:
+                    raise VersionTaken(str(taken)) from taken
+                return known
+        self.changed(turn.agent_id)
+        return result
+
+    def _save(self, turn: Turn) -> Mapping[str, Any]:
         try:
             saved, n_bytes = self._turns.save(turn)
         except Damaged as error:
@@ -197,8 +253,21 @@ class AgentCacheStore(CacheStorePort):
         self.budget.saved(turn.agent_id, n_bytes)
         return saved.result
 
+    def changed(self, agent_id: str) -> None:
+        """The agent has a new version, made here: its cache goes to the shared store behind it."""
+        if self._behind is not None:
+            self._behind.add(agent_id)
+
     def close_number(self, agent_id: str) -> None:
-        """No earlier run's turn can arrive later."""
+        if not self.parts.replica.is_shared:
+            return  # no earlier run's turn can arrive later
+        with self.parts.replica.changing(agent_id):
+            with suppress(AgentTranscriptUnreadable):  # then no turn can follow it
+                self.look(agent_id)
+            try:
+                close_number(self.parts, agent_id)
+            except Damaged as damage:
+                raise OSError(str(damage)) from damage
 
     def save_blocks(
         self, token_ids: tuple[int, ...], cache: SequenceCache, *, model: LoadedModel, salt: str | None
@@ -223,6 +292,7 @@ class AgentCacheStore(CacheStorePort):
         model: LoadedModel,
         salt: str | None,
     ) -> None:
+        """On this machine only: the caches of sessions do not go to the shared store."""
         chain = BlockChain(model.fingerprint, salt, token_ids)
         try:
             name, version, n_bytes = self._sessions.save(
@@ -238,6 +308,10 @@ class AgentCacheStore(CacheStorePort):
         self._notes.ended(agent_id, transcripts.delivery_key(agent_id, delivery), time.time() + remember_s)
 
     def mark_unsaved(self, agent_id: str) -> None:
+        """With a shared store it raises always: other workers would go on without the turn, and not know that it is
+        missing."""
+        if self.parts.replica.is_shared:
+            raise OSError("a turn that is not in the shared store can only be noted here")
         self.ram_cache.drop(agent_id)
         try:
             self.unsaved.add(agent_id)
@@ -254,9 +328,13 @@ class AgentCacheStore(CacheStorePort):
         self.budget.place_of = self.ram_cache.place_of = place_of
 
     def is_away(self) -> bool:
-        return False
+        return self._behind is not None and self._behind.use().away_s > 0
 
-    def brought_in(self, agent_id: str) -> None:
+    def shared_use(self) -> SharedUse | None:
+        """Of the shared store, if there is one. No I/O; any thread."""
+        return None if self._behind is None else self._behind.use()
+
+    def _brought_in(self, agent_id: str) -> None:
         """The agent's newest version has come from another worker."""
         self.ram_cache.drop(agent_id)
         self.unsaved.discard(agent_id)
@@ -291,14 +369,19 @@ class AgentCacheStore(CacheStorePort):
             disk_size_bytes=disk.total,
             ram_bytes=self.ram_cache.n_bytes,
             ram_max_bytes=self.ram_cache.max_bytes,
+            shared=self.shared_use(),
         )
 
     def start_upkeep(self) -> None:
-        """Start the thread that keeps the store small and its books right."""
+        """Start the threads that keep the store small and its books right, and write caches behind the turns."""
         self._upkeep.start()
+        if self._behind is not None:
+            self._behind.start()
 
     def close(self) -> None:
         """Log this run's misses, and unlock the folder. Every save was durable when it returned."""
+        if self._behind is not None:
+            self._behind.close()
         self._read_ahead.close()
         if misses := ", ".join(f"{n_times} {reason}" for reason, n_times in self.misses.most_common()):
             _log.info("cache misses since the store was opened: %s", misses)
@@ -349,6 +432,13 @@ class AgentJobs(AgentJobsPort):
             AgentTranscriptUnreadable, OSError: that cannot be known.
         """
         agent_id = request.changed_agent
+        for one in {request.agent_id, agent_id}:
+            try:
+                with naming(one):
+                    self._parts.replica.look(one)
+            except AgentTranscriptUnreadable as error:
+                if error.usable is None:  # else the job finds out whether it needs what is damaged
+                    raise
         if request.action == "info":
             return None
         known = None
@@ -369,9 +459,21 @@ class AgentJobs(AgentJobsPort):
                 and nothing has changed.
             OSError: nothing has changed, or it is done and `answer` returns its result.
         """
-        agent_id, asked = request.agent_id, Asked(delivery, request.expect_version, self._keep_versions)
         if request.action == "info":
-            return self._info(agent_id, delivery)
+            return self._info(request.agent_id, delivery)
+        try:
+            with self._parts.replica.changing(request.changed_agent):
+                result = self._change(request, delivery)
+        except VersionTaken:
+            known = self.answer(request, delivery)  # an earlier run of the job may have made it
+            if known is None:
+                raise
+            return known
+        self._store.changed(request.changed_agent)
+        return result
+
+    def _change(self, request: AgentRequest, delivery: Delivery) -> AgentResult:
+        agent_id, asked = request.agent_id, Asked(delivery, request.expect_version, self._keep_versions)
         with self._store.in_flight.working_on(request.changed_agent), self._budget.holds.using(agent_id, ()):
             if request.action == "forget":
                 return self._forget(agent_id, asked)
@@ -419,6 +521,17 @@ class AgentJobs(AgentJobsPort):
         self._ram_cache.renumber(agent_id, back.from_version, back.version)
         self._budget.saved(agent_id)
         return back
+
+
+@contextmanager
+def _unreadable(agent_id: str) -> Iterator[None]:
+    """Damage here becomes the error that names the agent."""
+    try:
+        yield
+    except (Damaged, OSError) as error:
+        _log_way_on(agent_id, error)
+        unknown = AgentVersion(agent_id, UNKNOWN_VERSION, None)
+        raise AgentTranscriptUnreadable(f"the transcript of agent {agent_id!r}: {error}", usable=unknown) from error
 
 
 def _log_way_on(agent_id: str, error: Exception) -> None:

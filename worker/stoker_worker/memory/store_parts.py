@@ -6,7 +6,7 @@ them apart. Only one of them is a worker (`locks.StoreLock`).
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -25,6 +25,7 @@ from stoker_worker.memory.database_file import (
 from stoker_worker.memory.files import CacheWriter, Disk
 from stoker_worker.memory.transcripts import Ended, TurnRecord
 from stoker_worker.memory.unsaved import UnsavedTurns
+from stoker_worker.ports import LastVersion
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +74,20 @@ class Replica:
     """
 
     is_shared = False
+
+    def meet(self) -> None:
+        """As `AgentCacheStore.meet`."""
+
+    def changing(self, agent_id: str) -> AbstractContextManager[object]:
+        """Held while the agent's next version is made, there and here."""
+        return nullcontext()
+
+    def look(self, agent_id: str, last: LastVersion | None = None) -> bool:
+        """As `CacheStorePort.look`. Raises `OSError`, `Damaged`: the database cannot be read or written."""
+        return True  # there is no other worker
+
+    def mend(self, agent_id: str) -> None:
+        """Bring the agent in anew, because the copy here cannot be read. Raises as `look`."""
 
     def publish(self, version: NextVersion) -> None:
         """Make this the agent's newest version in the shared store.

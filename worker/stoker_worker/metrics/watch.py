@@ -259,7 +259,7 @@ class Watch:
         metrics: for the stages.
         is_standby: it waits while another worker has its name or store.
         state, store, queues, redis: where to look; set as these parts of the worker are made.
-        shared_store: without I/O, if there is one; the heartbeat looks there.
+        shared_store: without I/O; the heartbeat looks there.
     """
 
     def __init__(self) -> None:
@@ -269,7 +269,7 @@ class Watch:
         self.store: Callable[[], StoreUse] | None = None
         self.queues: Callable[[], list[QueueDepth]] | None = None
         self.redis: Callable[[], RedisUse] | None = None
-        self.shared_store: Callable[[], SharedUse] | None = None
+        self.shared_store: Callable[[], SharedUse | None] = lambda: None
         self._rates = Rates(self.metrics)
         self._lock = threading.Lock()
         self._store_seen: StoreUse | OSError | None = None
@@ -278,14 +278,13 @@ class Watch:
 
     def figures(self) -> dict[str, Any]:
         """The worker's figures for its heartbeat, which is also the clock of the log's line of rates."""
-        return self._rates.now(self.state(), None if self.shared_store is None else self.shared_store())
+        return self._rates.now(self.state(), self.shared_store())
 
     def look(self) -> Look:
         queues = self._queues()
         redis = self._redis() if isinstance(queues, list) else None
         is_standing_by = self.is_standby and queues is None
-        shared = None if self.shared_store is None else self.shared_store()
-        return Look(self.state(), self._store(), queues, redis, is_standing_by, self._started_at, shared)
+        return Look(self.state(), self._store(), queues, redis, is_standing_by, self._started_at, self.shared_store())
 
     def _queues(self) -> list[QueueDepth] | RedisUnavailable | None:
         try:

@@ -16,13 +16,13 @@ import pytest
 from tests.support.private_server import free_port
 from tests.worker.memory.agents import AgentOf, FastDisk
 
-from stoker_worker.memory.replica.agent_store import ReplicatedStore
 from stoker_worker.memory.replica.bucket import Bucket
+from stoker_worker.memory.replica.shared_replica import SharedReplica
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import AgentVersion
 
 
-class SharedAgent(AgentOf[ReplicatedStore]):
+class SharedAgent(AgentOf[AgentCacheStore]):
     """Looks before it continues, as the pipeline does."""
 
     def open(self) -> AgentVersion:
@@ -132,15 +132,19 @@ class Machine:
     def __init__(self, folder: Path, share: Share, *, memory_max_bytes: int = 0, max_bps: int | None = None) -> None:
         self.folder = folder
         self._jobs = count(1000 * next(_machines))
-        local = AgentCacheStore(folder, files=FastDisk(), memory_max_bytes=memory_max_bytes)
         self.bucket = Bucket(share.url, commit_limit_s=5.0)
-        self.store = ReplicatedStore(local, self.bucket, max_bps=max_bps)
+        self.store = AgentCacheStore(
+            folder, files=FastDisk(), memory_max_bytes=memory_max_bytes, shared=self.bucket, shared_max_bps=max_bps
+        )
+        assert isinstance(self.store.parts.replica, SharedReplica)
+        self.versions = self.store.parts.replica.versions
 
     def agent(self, name: str = "agent", **fields: object) -> SharedAgent:
         return SharedAgent(self.store, name, jobs=self._jobs, **fields)  # type: ignore[arg-type]
 
     def write_behind(self) -> None:
         """As the thread does, until nothing is left."""
+        assert self.store._behind is not None
         while self.store._behind.write_next():
             pass
 

@@ -70,7 +70,7 @@ def test_a_conversation_goes_on_where_its_machine_is_gone(machine: Start, kind: 
     assert cached(agent, LONG[:910]) == 910  # `restore` compares each byte
     assert second.store.answer("agent", turns[-1].delivery) == turns[-1].result
     assert agent.say(LONG[:1000]) == 4
-    assert not problems_of(second.store.local)
+    assert not problems_of(second.store)
 
 
 @BOTH
@@ -82,7 +82,7 @@ def test_an_agent_goes_back_and_forth(machine: Start, share: Share) -> None:
         here.write_behind()
         assert cached(here.agent(), LONG[: 40 * n]) == 40 * n
     assert len(versions(share)) == 10
-    assert not [problem for m in (one, two) for problem in problems_of(m.store.local)]
+    assert not [problem for m in (one, two) for problem in problems_of(m.store)]
 
 
 @BOTH
@@ -112,7 +112,7 @@ def test_two_machines_never_write_one_version(machine: Start, share: Share) -> N
             assert m.agent().tokens() == saved[n + 2]
             assert m.store.answer("agent", turn.delivery) == (turn.result if m is winner else None)
     assert len(versions(share)) == 5
-    assert not [problem for m in (one, two) for problem in problems_of(m.store.local)]
+    assert not [problem for m in (one, two) for problem in problems_of(m.store)]
 
 
 @BOTH
@@ -168,7 +168,7 @@ def test_cache_files_of_a_turn_that_a_crash_cut_short_are_not_those_of_the_next_
         run(one, "rollback", version=1)
     else:
         run(one, "fork", "whole blocks", target="agent")
-    assert not problems_of(one.store.local)
+    assert not problems_of(one.store)
 
 
 def test_a_stale_machine_cannot_save_and_then_has_what_the_other_wrote(machine: Start) -> None:
@@ -219,7 +219,7 @@ def test_a_number_that_is_closed_is_taken_from_a_turn_that_is_on_its_way(machine
         assert (m.agent().open().number, m.agent().tokens()) == (2, LONG[:600])
         assert (m.agent("new").open().number, m.agent("new").open().transcript) == (1, None)
     assert one.agent("new").say(LONG[:20]) == 2
-    assert not [problem for m in (one, two) for problem in problems_of(m.store.local)]
+    assert not [problem for m in (one, two) for problem in problems_of(m.store)]
 
 
 # --- deliveries ---
@@ -234,7 +234,7 @@ def test_a_delivery_is_answered_at_another_worker_after_many_turns(machine: Star
     two.store.look("agent")
     assert two.store.answer("agent", turn.delivery) == turn.result
     assert two.store.answer("agent", replace(turn.delivery, job_id="other")) is None
-    assert not problems_of(two.store.local)
+    assert not problems_of(two.store)
 
 
 def test_deliveries_of_an_agent_that_goes_back_and_forth_are_not_kept_for_ever(machine: Start) -> None:
@@ -245,7 +245,7 @@ def test_deliveries_of_an_agent_that_goes_back_and_forth_are_not_kept_for_ever(m
         machines[n % 2].store.ended("agent", turn.delivery, remember_s=86_400)
     for m in machines:
         m.store.look("agent")
-        with m.store.local.parts.database.snapshot() as connection:
+        with m.store.parts.database.snapshot() as connection:
             ended = transcripts.ends_for(connection, 1)
         assert len(ended) == 19
         assert sum(one.until > time.time() + 3 * 86_400 for one in ended.values()) <= 1  # of the newest version
@@ -265,7 +265,7 @@ def test_a_delivery_is_answered_elsewhere_though_the_clock_where_it_was_made_was
         for n in range(n_turns):
             one.agent().say(LONG[: 20 + 10 * n])
     two.store.look("agent")
-    two.store.local.parts.database.commit(partial(transcripts.forget_answers, now=time.time()))
+    two.store.parts.database.commit(partial(transcripts.forget_answers, now=time.time()))
     assert two.store.answer("agent", turn.delivery) == turn.result
 
 
@@ -371,7 +371,7 @@ def test_a_put_whose_reply_is_lost_has_made_the_turn(machine: Start, monkeypatch
 def test_a_turn_is_saved_though_the_disk_here_refuses_it(machine: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = machine("one"), machine("two")
     one.agent().say(LONG[:300])
-    turn, database = one.agent().turn(LONG[:400]), one.store.local.parts.database
+    turn, database = one.agent().turn(LONG[:400]), one.store.parts.database
 
     def refuse(run: object) -> None:
         raise OSError("full")
@@ -381,7 +381,7 @@ def test_a_turn_is_saved_though_the_disk_here_refuses_it(machine: Start, monkeyp
         assert one.store.save(turn) == turn.result
     assert two.agent().tokens() == LONG[:400]
     assert (one.agent().open().number, one.agent().tokens()) == (2, LONG[:400])
-    assert not problems_of(one.store.local)
+    assert not problems_of(one.store)
 
 
 # --- damage ---
@@ -499,16 +499,16 @@ def test_an_agent_that_is_damaged_here_is_mended_from_there(machine: Start) -> N
     for n in range(1, 5):
         one.agent().say(LONG[: 100 * n])
     one.write_behind()
-    one.store.local.parts.database.commit(lambda c: c.execute("UPDATE turns SET about = '{}' WHERE version = 2"))
+    one.store.parts.database.commit(lambda c: c.execute("UPDATE turns SET about = '{}' WHERE version = 2"))
     assert (one.agent().open().number, one.agent().tokens()) == (4, LONG[:400])
-    assert not problems_of(one.store.local)
+    assert not problems_of(one.store)
 
 
 def test_an_agent_that_is_damaged_here_waits_for_a_shared_store_that_is_away(machine: Start, share: Share) -> None:
     one = machine("one")
     one.agent().say(LONG[:100])
     one.store.look("agent")
-    one.store.local.parts.database.commit(lambda c: c.execute("UPDATE turns SET about = '{}'"))
+    one.store.parts.database.commit(lambda c: c.execute("UPDATE turns SET about = '{}'"))
     share.go_away()
     with pytest.raises(SharedStoreAway):
         one.store.open_agent("agent")
@@ -522,8 +522,8 @@ def test_an_agent_that_is_damaged_here_and_forgotten_elsewhere_is_forgotten(
 ) -> None:
     one, two = machine("one"), machine("two")
     one.agent().say(LONG[:100])
-    one.store.local.parts.database.commit(lambda c: c.execute("UPDATE turns SET about = '{}'"))
-    newest = one.store._replica.versions.newest
+    one.store.parts.database.commit(lambda c: c.execute("UPDATE turns SET about = '{}'"))
+    newest = one.versions.newest
 
     def list_too_early(*args: Any) -> int:
         monkeypatch.undo()
@@ -531,7 +531,7 @@ def test_an_agent_that_is_damaged_here_and_forgotten_elsewhere_is_forgotten(
         run(two, "forget")
         return number
 
-    monkeypatch.setattr(one.store._replica.versions, "newest", list_too_early)
+    monkeypatch.setattr(one.versions, "newest", list_too_early)
     assert (one.store.open_agent("agent").number, one.store.open_agent("agent").transcript) == (2, None)
 
 
@@ -541,7 +541,7 @@ def test_an_agent_that_a_command_brings_in_at_the_same_time_fails_no_look(
     one, two = machine("one"), machine("two")
     one.agent().say(LONG[:100])
     two.agent().say(LONG[:200])
-    versions = one.store._replica.versions
+    versions = one.versions
     read = versions.chain
 
     def read_and_be_overtaken(*args: Any) -> Any:
@@ -609,17 +609,17 @@ def test_the_bandwidth_is_bounded(machine: Start) -> None:
     one.agent().say(LONG[:600])
     began = time.monotonic()
     one.write_behind()
-    assert time.monotonic() - began >= one.store.glance().written_bytes / 1e6 > 0.05
+    assert time.monotonic() - began >= one.store.shared_use().written_bytes / 1e6 > 0.05
 
 
 def test_a_turn_writes_only_what_is_new(machine: Start) -> None:
     one = machine("one")
     one.agent().say(LONG[:1800])
     one.write_behind()
-    before = one.store.glance().written_bytes
+    before = one.store.shared_use().written_bytes
     one.agent().say(LONG[:1810])
     one.write_behind()
-    assert one.store.glance().written_bytes - before < before / 20
+    assert one.store.shared_use().written_bytes - before < before / 20
 
 
 def test_the_thread_writes_caches_behind_the_turns(machine: Start) -> None:
@@ -643,13 +643,13 @@ def test_a_long_history_is_brought_in_by_its_last_whole_version(
     two = machine("two")
     caplog.set_level(logging.INFO)
     assert two.agent().tokens() == LONG[:590]
-    with two.store.local.parts.database.snapshot() as connection:
+    with two.store.parts.database.snapshot() as connection:
         assert connection.execute("SELECT count(*) FROM turns").fetchone()[0] <= 16
     for n in range(60, 80):
         two.agent().say(LONG[: 10 * n])
     assert one.agent().tokens() == LONG[:790]
     run(one, "rollback", version=70)
-    assert not problems_of(one.store.local)
+    assert not problems_of(one.store)
 
 
 def test_an_agent_that_nobody_uses_is_forgotten_everywhere_and_a_copy_of_one_that_went_on_goes(
@@ -665,11 +665,11 @@ def test_an_agent_that_nobody_uses_is_forgotten_everywhere_and_a_copy_of_one_tha
             os.utime(path, (time.time() - 1000, time.time() - 1000))
 
     def is_here(name: str) -> bool:
-        list(one.store.local._upkeep._forget_unused(500, f"NOT {transcripts.IS_OF_SESSION}"))
-        with one.store.local.parts.database.snapshot() as connection:
+        list(one.store._upkeep._forget_unused(500, f"NOT {transcripts.IS_OF_SESSION}"))
+        with one.store.parts.database.snapshot() as connection:
             return transcripts.find_agent(connection, name) is not None
 
-    one.store.local.parts.database.commit(partial(transcripts.advance_clock, seconds=2000))
+    one.store.parts.database.commit(partial(transcripts.advance_clock, seconds=2000))
     assert [is_here(name) for name in ("unused", "moved", "young")] == [False, False, True]
     assert (two.agent("unused").open().number, two.agent("unused").open().transcript) == (2, None)
     assert one.agent("moved").tokens() == LONG[:400]
@@ -681,10 +681,10 @@ def test_the_upkeep_waits_for_no_job_of_an_agent(machine: Start) -> None:
     one = machine("one")
     one.agent().say(LONG[:300])
     with ThreadPoolExecutor(1) as upkeep:
-        with one.store._replica.changing("agent"):
-            expired = upkeep.submit(one.store._replica.expire, "agent", -1000.0)
+        with one.store.parts.replica.changing("agent"):
+            expired = upkeep.submit(one.store.parts.replica.expire, "agent", -1000.0)
             assert not expired.result(10)
-        assert upkeep.submit(one.store._replica.expire, "agent", -1000.0).result(10)
+        assert upkeep.submit(one.store.parts.replica.expire, "agent", -1000.0).result(10)
 
 
 def test_a_turn_that_is_missing_is_never_noted_on_one_machine_alone(machine: Start) -> None:

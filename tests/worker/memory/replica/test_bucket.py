@@ -116,7 +116,7 @@ def test_what_is_no_shared_store_is_refused(url: str) -> None:
 def test_a_server_that_overwrites_and_one_of_another_format_are_refused(
     share: Share, machine: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    database = machine("one").store.local.parts.database
+    database = machine("one").store.parts.database
     overwriting = Bucket(share.url)
     monkeypatch.setattr(overwriting, "create", lambda name, content: True)
     with pytest.raises(StoreUnusable, match="overwrites an object that was to be new"):

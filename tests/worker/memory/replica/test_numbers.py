@@ -102,7 +102,7 @@ def test_a_fork_under_the_id_of_an_agent_that_was_forgotten_goes_on_after_its_nu
     for each in (one, two):
         assert (each.agent("target").open().number, each.agent("target").tokens()) == (4, LONG[:700])
         assert each.agent("target").cached((*LONG[:700], 1)) == 700
-        assert not problems_of(each.store.local)
+        assert not problems_of(each.store)
     assert two.agent("target").say(LONG[:800]) == 5
 
 
@@ -117,7 +117,7 @@ def test_an_agent_that_was_removed_can_be_imported_again(machine: Start, tmp_pat
     for each in (one, two):
         assert (each.agent().open().number, each.agent().tokens()) == (4, LONG[:600])
         assert each.agent().cached((*LONG[:600], 1)) == 600
-        assert not problems_of(each.store.local)
+        assert not problems_of(each.store)
     assert two.agent().say(LONG[:700]) == 5
 
 

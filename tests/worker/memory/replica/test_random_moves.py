@@ -130,7 +130,7 @@ class Play:
             self.again(name, self.random.choice(self.finished))
         elif what < 0.33 and not self.hidden:  # names stay for longer than a listing lags
             with suppress(BucketAway):
-                self.machines[name].store._replica.versions.prune(self.random.choice("abc"))
+                self.machines[name].versions.prune(self.random.choice("abc"))
         else:
             self.work(name, self.random.choice("abc"))
 
@@ -220,7 +220,7 @@ class Play:
             def __enter__(inner) -> None:
                 inner.patch = patch.__enter__()
                 if self.random.random() < 0.05:
-                    inner.patch.setattr(machine.store.local.parts.database, "commit", refuse)
+                    inner.patch.setattr(machine.store.parts.database, "commit", refuse)
 
             def __exit__(inner, *error: object) -> None:
                 patch.__exit__(*error)  # type: ignore[arg-type]
@@ -270,7 +270,7 @@ class Play:
             for name, machine in self.machines.items():
                 assert machine.agent(agent_id).tokens() == known.tokens, f"agent {agent_id} at {name}"
         for machine in self.machines.values():
-            assert not problems_of(machine.store.local)
+            assert not problems_of(machine.store)
             machine.store.close()
 
 

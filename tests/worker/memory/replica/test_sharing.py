@@ -61,7 +61,7 @@ def test_agents_of_before_there_was_a_shared_store_go_on_at_another_worker(
     assert two.agent().say(LONG[:900]) == 41
     assert (one.agent().tokens(), one.agent().say(LONG[:910])) == (LONG[:900], 42)
     assert two.agent("other").tokens() == LONG[:20]
-    assert not [problem for m in (one, two) for problem in problems_of(m.store.local)]
+    assert not [problem for m in (one, two) for problem in problems_of(m.store)]
 
 
 def test_a_worker_with_an_empty_store_needs_no_command(machine: Start) -> None:

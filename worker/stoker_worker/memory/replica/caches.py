@@ -31,7 +31,7 @@ from stoker_worker.memory.replica.versions import Versions
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.transcripts import FULL_EVERY
 from stoker_worker.memory.turn_saver import chain_of
-from stoker_worker.ports import AgentVersion
+from stoker_worker.ports import AgentVersion, SharedUse
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, LayerKind
 
 _log = logging.getLogger(__name__)
@@ -275,13 +275,13 @@ def _listed(bucket: Bucket, agent_id: str) -> list[str]:
 class CachesBehind:
     """Writes caches behind the turns, on a thread of its own, within a bandwidth. Nothing notes which ones are left:
     another worker computes what it does not find. In an outage this thread alone goes on asking whether the shared
-    store is back."""
+    store is back. What it has not written at the end is computed by whoever needs it."""
 
-    def __init__(self, bucket: Bucket, versions: Versions, caches: SharedCaches, *, max_bps: int | None) -> None:
+    def __init__(self, parts: StoreParts, bucket: Bucket, budget: DiskBudget, *, max_bps: int | None) -> None:
         """`max_bps`: most bytes per second; ``None``: no limit."""
         self._bucket = bucket
-        self._versions = versions
-        self._caches = caches
+        self._versions = Versions(bucket)
+        self.caches = SharedCaches(parts, bucket, budget)
         self._max_bps = max_bps
         self._changed = threading.Condition()
         self._waiting: OrderedDict[str, None] = OrderedDict()
@@ -299,6 +299,10 @@ class CachesBehind:
                 self._waiting.popitem(last=False)
             self._changed.notify_all()
 
+    def use(self) -> SharedUse:
+        """No I/O; any thread."""
+        return SharedUse(self._bucket.outage.seconds, self.caches.written_bytes, self.caches.read_bytes)
+
     def close(self) -> None:
         """End the thread after its file, if that does not take long."""
         with self._changed:
@@ -314,7 +318,7 @@ class CachesBehind:
                 return False
             agent_id, _ = self._waiting.popitem(last=False)
         try:
-            version = self._caches.write(agent_id, self._pace)
+            version = self.caches.write(agent_id, self._pace)
             if version and version % FULL_EVERY == 0:
                 self._versions.prune(agent_id)
         except BucketAway:

@@ -78,7 +78,6 @@ class SharedReplica(Replica):
         self._forgotten: OrderedDict[str, Forgotten] = OrderedDict()
         self._doubtful: set[str] = set()  # agents of which a put may have arrived, without a reply
         self._clock: tuple[float, float] | None = None
-        parts.replica = self
 
     def meet(self) -> None:
         """Raises as `identity.meet`."""
@@ -87,16 +86,9 @@ class SharedReplica(Replica):
                 meet(self._bucket, self._database)
 
     def changing(self, agent_id: str) -> threading.RLock:
-        """Held while the agent's next version is made, there and here."""
         return self._locks[hash(agent_id) % _N_LOCKS]
 
     def look(self, agent_id: str, last: LastVersion | None = None) -> bool:
-        """Bring in what other workers have made of the agent. See `CacheStorePort.look`.
-
-        Raises:
-            SharedStoreAway, AgentTranscriptUnreadable: as there.
-            OSError, Damaged: the database cannot be read or written.
-        """
         with self.changing(agent_id):
             row = self._row(agent_id)
             newest_here = row.version if row else 0
@@ -109,7 +101,6 @@ class SharedReplica(Replica):
             return True
 
     def mend(self, agent_id: str) -> None:
-        """Bring the agent in anew, because the copy here cannot be read. Raises as `look`."""
         with self.changing(agent_id), self._reaching():
             row = self._row(agent_id)
             self._bring_newest(agent_id, row.version if row else 0, anew=True)
@@ -293,12 +284,12 @@ def opened_with_shared(path: Path) -> Iterator[tuple[StoreParts, Look]]:
     with opened(path) as parts:
         with parts.database.snapshot() as connection:
             note = read_note(connection)
-        replica = None if note is None else SharedReplica(parts, Bucket(note.url))
+        if note is not None:
+            parts.replica = SharedReplica(parts, Bucket(note.url))
 
         def look(agent_id: str) -> None:
-            if replica is not None:
-                with naming(agent_id):
-                    replica.look(agent_id)
+            with naming(agent_id):
+                parts.replica.look(agent_id)
 
         yield parts, look
 
