@@ -92,8 +92,7 @@ ARROWS = {
     "save: in the transaction": Arrow(STORE + "transcripts:write_version", "after", STARTED, 2, 2),
     "save: after the commit": Arrow(STORE + "database:Database.commit", "after", STARTED, turn_saved=True),
     "finish: before": Arrow(FINISH + "finish", "before", STARTED, turn_saved=True),
-    "finish: RQ's transaction is composed": Arrow(RQ + "ownership:Ownership.watch", "after", STARTED, turn_saved=True),
-    "finish: before its later steps": Arrow(RQ + "end:FollowUp.carry_out", "before", ["finished"], turn_saved=True),
+    "finish: its commands are made": Arrow(FINISH + "_removed", "after", STARTED, turn_saved=True),
     "finish: after": Arrow(FINISH + "finish", "after", ["finished"], turn_saved=True),
     "fail: before": Arrow(FINISH + "fail", "before", STARTED, 2, **FAILS),
     "fail: after": Arrow(FINISH + "fail", "after", ["failed"], 1, **FAILS),
@@ -318,8 +317,8 @@ def test_a_job_about_an_agent_takes_effect_once(scene, connection, action, place
 
 
 ESCALATION = {
-    "before it": (RQ + "cascade:Cascade.go_on", "before", False),
-    "after it": (RQ + "cascade:Cascade.go_on", "after", True),
+    "before it": (FINISH + "go_on", "before", False),
+    "after it": (FINISH + "go_on", "after", True),
 }
 
 

@@ -134,8 +134,8 @@ def test_a_schema_that_cannot_be_read_rejects_the_answer_and_does_not_fail_a_job
 
 def losing(job, monkeypatch, what):
     """Once, the connection is lost before the script, or before its reply."""
-    cascade, losses = job.ends.cascade, [what]
-    script = cascade._go_on
+    ownership, losses = job.ends.ownership, [what]
+    script = ownership._end
 
     def flaky(**arguments):
         lost = losses.pop() if losses else None
@@ -146,7 +146,7 @@ def losing(job, monkeypatch, what):
             raise Lost
         return reply
 
-    monkeypatch.setattr(cascade, "_go_on", flaky)
+    monkeypatch.setattr(ownership, "_end", flaky)
 
 
 @pytest.mark.parametrize("lost", ["request", "reply"])

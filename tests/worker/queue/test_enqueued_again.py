@@ -162,55 +162,33 @@ def test_an_id_enqueued_for_another_agent_starts_when_the_old_run_has_left(conne
 
 
 @pytest.mark.parametrize("end", ["finish", "fail"])
-@pytest.mark.parametrize("same", [True, False])
-def test_an_id_enqueued_again_just_before_its_end_is_written(
-    connection, queue, enqueue, send_again, monkeypatch, end, same
-):
-    """Between the check of its delivery and the transaction."""
+def test_an_id_enqueued_again_just_before_its_end_is_another_job(connection, queue, enqueue, end):
     enqueue("job")
     (old,) = claim(queue)
-    real = queue._ownership.of
-    again = iter([lambda: send_again("job") if same else enqueue("job", prompt="new")])
-
-    def look_then_wait(handle):
-        found = real(handle)
-        next(again, lambda: None)()
-        return found
-
-    monkeypatch.setattr(queue._ownership, "of", look_then_wait)
+    enqueue("job", prompt="new")
 
     def end_it(job):
         finish(job, RESULT) if end == "finish" else fail(job, ValueError("x"))
 
-    if same:
+    with pytest.raises(OwnershipLost):
         end_it(old)
-        assert claim(queue) == []
-    else:
-        with pytest.raises(OwnershipLost):
-            end_it(old)
-        drop(old)
-        (new,) = claim(queue)
-        assert new.request.prompt == "new"
-        end_it(new)
+    drop(old)
+    (new,) = claim(queue)
+    assert new.request.prompt == "new"
+    end_it(new)
     assert connection.xlen("rq:results:job") == 1
     assert places(connection, "job") == ["finished" if end == "finish" else "failed"]
     assert not list(connection.scan_iter("rq:execution*"))
 
 
-def test_an_id_enqueued_again_right_after_its_end_is_not_dropped(connection, queue, enqueue, monkeypatch):
+def test_an_id_enqueued_again_right_after_its_end_is_not_dropped(connection, queue, enqueue):
     """While the thread that wrote the end has not released the job yet."""
     enqueue("job")
     (old,) = claim(queue)
-    real = queue._job_finish._do_what_follows
-
-    def follow_up_late(*arguments):
-        enqueue("job", agent="b", prompt="new")
-        assert claim(queue) == []
-        real(*arguments)
-
-    monkeypatch.setattr(queue._job_finish, "_do_what_follows", follow_up_late)
-    finish(old, RESULT)
-    monkeypatch.undo()
+    old.finish(RESULT)
+    enqueue("job", agent="b", prompt="new")
+    assert claim(queue) == []
+    old.release()
     (new,) = claim(queue)
     assert new.request.prompt == "new"
     finish(new, RESULT)

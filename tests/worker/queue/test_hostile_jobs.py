@@ -6,7 +6,6 @@ import time
 import zlib
 
 import pytest
-from redis.client import Pipeline
 from redis.exceptions import NoPermissionError
 from rq.job import Job
 from rq.serializers import JSONSerializer
@@ -205,22 +204,6 @@ def test_a_right_that_the_worker_lacks_fails_no_job(connection, queue, enqueue, 
         with pytest.raises(NoPermissionError):
             queue.claim(8, Busy())
     assert play(queue, connection) == ["good"]
-
-
-def test_a_job_that_is_written_all_the_time_ends(connection, queue, enqueue, monkeypatch):
-    """Each write undoes the transaction that ends the job."""
-    enqueue("bad")
-    enqueue("good")
-    execute = Pipeline.execute
-
-    def written_meanwhile(pipeline, *arguments, **options):
-        if pipeline.explicit_transaction and "rq:job:bad" in repr(pipeline.command_stack):
-            connection.hset("rq:job:bad", "note", "x")
-        return execute(pipeline, *arguments, **options)
-
-    monkeypatch.setattr(Pipeline, "execute", written_meanwhile)
-    assert play(queue, connection) == ["good"]
-    check_that_all_ended(connection, ["bad", "good"])
 
 
 @pytest.mark.parametrize("value", ["-1000000", "inf", "nan", "1.5", "x", "9" * 5000, "0x7f"])

@@ -90,7 +90,7 @@ def starts(exchange):
 
 
 def ends(exchange):
-    return exchange.is_transaction and exchange.holds("rq:wip:generate", "ZREM")
+    return exchange.holds("EVALSHA", "rq:wip:generate", "ZREM")
 
 
 def nothing_is_left(connection):
@@ -285,8 +285,7 @@ def test_a_worker_keeps_its_lease_while_a_reply_hangs(connection, proxy, opened,
     job, other = claim(queue)
 
     def is_the_end(exchange):  # not a heartbeat, which names the registry too
-        is_ours = exchange.is_transaction or (exchange.is_write and exchange.holds("rq:queue:generate"))
-        return is_ours and exchange.holds("rq:wip:generate", "job")
+        return ends(exchange) or exchange.holds("EVALSHA", "rq:queue:generate", "rq:wip:generate", "job")
 
     proxy.hold_back(is_the_end, LEASE_S + 0.5)
     call = {

@@ -1,42 +1,32 @@
 """Judges the answer of a job with a check; if it fails, sends the job on to the next model. Owns no state; any thread.
 
-The job keeps its id, so its ticket, its times to live, its stream and the jobs that wait for it need nothing else. One
-script checks that the run is still ours, ends it, notes the attempt, counts the verdict, and puts the id in front of
-the next model's queue. So a job moves once and a verdict counts once, whichever worker is killed and whichever reply
-is lost.
+The job keeps its id, so its ticket, its times to live, its stream and the jobs that wait for it need nothing else. Its
+move is an end of its run (`end.py`), which notes the attempt, counts the verdict, and puts the id in front of the next
+model's queue. So a job moves once and a verdict counts once, whichever worker is killed and whichever reply is lost.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from redis import Redis
-from redis.client import Pipeline
-from rq.executions import ExecutionRegistry
+from rq.job import JobStatus
 from rq.queue import Queue
-from rq.registry import StartedJobRegistry
 from rq.utils import utcformat
 
 from stoker_shared.agents import AgentRequest
 from stoker_shared.check import rejection
-from stoker_shared.errors import BlockPoolTooSmall, ContextLimitExceeded, OwnershipLost
+from stoker_shared.errors import BlockPoolTooSmall, ContextLimitExceeded
 from stoker_shared.job_data import read_json
 from stoker_shared.request import GenerationRequest
 from stoker_shared.result import Attempt, Choice
 from stoker_shared.route import RouteStep, next_step
 from stoker_shared.trust import KEPT, MOST_PAIRS, class_of_verdicts, field_of, task_of
 from stoker_shared.wire import FIELD_TRIED, TRUST_KEY
-from stoker_worker.queue.client import lua
-from stoker_worker.queue.json_job import OF_THE_RUN, JobRun, JsonJob
-from stoker_worker.queue.ownership import Ownership
+from stoker_worker.queue.json_job import JobRun, JsonJob
 
 _TOO_LONG: Final = (ContextLimitExceeded, BlockPoolTooSmall)
 """Another model may have room for such a job."""
-
-_TRIES: Final = 3
-
-_COUNT_ONE: Final = lua("count") + "count(KEYS[1], unpack(ARGV))"
 
 
 @dataclass(frozen=True)
@@ -118,57 +108,25 @@ def _tried(job: JsonJob) -> tuple[Attempt, ...]:
         return ()
 
 
-class Cascade:
-    """Carries verdicts out."""
-
-    def __init__(self, connection: Redis, ownership: Ownership) -> None:
-        self._connection = connection
-        self._ownership = ownership
-        self._count = connection.register_script(_COUNT_ONE)
-        self._go_on = connection.register_script(lua("holds", "count", "go_on"))
-
-    def count(self, pipeline: Pipeline, verdict: CheckOutcome) -> None:
-        """Count it with the transaction that ends the job; the earlier attempts are counted already."""
-        if verdict.attempts:
-            self._count(keys=[TRUST_KEY], args=_as_counted(verdict), client=pipeline)
-
-    def go_on(self, run: JobRun, verdict: CheckOutcome, to: RouteStep) -> None:
-        """End this run, count its verdict, and enqueue the job for the next model.
-
-        Raises:
-            OwnershipLost: the run is not ours (any more).
-            RedisError: it may have been done or not; another call finds out.
-        """
-        for _ in range(_TRIES):
-            if self._has_moved(run, verdict, to):
-                return
-            if self._ownership.of(run) != "ours":  # it puts the hash right if the same delivery was sent twice
-                break
-        raise OwnershipLost(f"job {run.job.id} is no longer this worker's, or has ended already")
-
-    def _has_moved(self, run: JobRun, verdict: CheckOutcome, to: RouteStep) -> bool:
-        job, execution, lease = run.job, run.execution, self._ownership.lease
-        # In RQ's form, to which a retry or RQ's own requeue brings it: the attempts are this job's, and stay so.
-        created_at = utcformat(job.created_at)
-        attempts = json.dumps([attempt.model_dump(mode="json") for attempt in verdict.attempts])
-        keys = [
-            *(*lease.keys, job.key, execution.key),
-            StartedJobRegistry(job.origin, connection=self._connection).key,
-            ExecutionRegistry(job.id, connection=self._connection).key,
-            execution.worker_executions_key,
-            Queue.redis_queues_keys,
-            Queue(to.queue, connection=self._connection).key,
-            TRUST_KEY,
-        ]
-        args = [
-            *(*lease.args, job.id, execution.id, execution.composite_key, to.queue, created_at),
-            *(FIELD_TRIED, f"{created_at} {attempts}", job.ttl or 0),
-            *_as_counted(verdict),
-            *OF_THE_RUN,
-        ]
-        return bool(self._go_on(keys=keys, args=args))
-
-
-def _as_counted(verdict: CheckOutcome) -> list[str | int | float]:
+def count(verdict: CheckOutcome) -> Sequence[Any]:
+    """The command of `end.lua` that counts the last attempt; the earlier ones are counted already."""
     attempt = verdict.attempts[-1]
-    return [field_of(attempt.model, verdict.task), int(attempt.accepted), KEPT, MOST_PAIRS]
+    return ("count", TRUST_KEY, field_of(attempt.model, verdict.task), int(attempt.accepted), KEPT, MOST_PAIRS)
+
+
+def move(run: JobRun, verdict: CheckOutcome, to: RouteStep) -> Sequence[Sequence[Any]]:
+    """The commands that put a job in front of the next model's queue. The push comes first: it may be refused."""
+    job = run.job
+    # In RQ's form, to which a retry or RQ's own requeue brings it: the attempts are this job's, and stay so.
+    created_at = utcformat(job.created_at)
+    attempts = json.dumps([attempt.model_dump(mode="json") for attempt in verdict.attempts])
+    queue_key = Queue(to.queue, connection=job.connection).key
+    moved = ("status", JobStatus.QUEUED, "origin", to.queue, "created_at", created_at)
+    commands: list[Sequence[Any]] = [
+        ("LPUSH", queue_key, job.id),
+        ("SADD", Queue.redis_queues_keys, queue_key),
+        ("HSET", job.key, *moved, FIELD_TRIED, f"{created_at} {attempts}"),
+        ("HDEL", job.key, "worker_name"),
+        count(verdict),
+    ]
+    return [*commands, ("EXPIRE", job.key, job.ttl)] if job.ttl else commands

@@ -2,11 +2,9 @@
 
 `RqClaimedJob` is a job in flight, which ends itself. `Requeue` puts a job back at the front of its queue; `JobFinish`
 writes the other ends. It owns the guarantee that an end is written once and that all its follow-ups are done, whichever
-reply got lost. Each end is a transaction that begins with a check that the run is ours, and contains a note. A worker
-that finds the note has written the end before, and goes on with the follow-ups. A success is RQ's own transaction: RQ
-calls `OwnedQueue.move_dependents_to_ready` before it, which checks, and `RqRegistration.cleanup_execution` in it, and
-that calls `JsonJob.at_end`, which writes the note. RQ's transaction of a failure checks nothing and hides its errors,
-so `JobFinish` has one of its own, of the same steps.
+reply got lost. Each end is the commands that RQ's own code issues for it, recorded, and carried out by one script
+(`ownership.py`), which contains a note if something is left to do. A worker that finds the note has written the end
+before, and goes on with the follow-ups.
 
 `FollowUp` enqueues the jobs that waited for an end, passes on its place under a rate limit, and removes the note. Every
 step may be done twice, so a thread that cannot tell whether a step was done does it again: the thread that ended the
@@ -36,11 +34,13 @@ from rq.job import Job, JobStatus
 from rq.queue import Queue
 from rq.rate_limit import RateLimitRegistry
 from rq.registry import FailedJobRegistry, ReadyJobRegistry, StartedJobRegistry
+from rq.repeat import Repeat
 from rq.results import Result
 from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
 
 from stoker_shared.errors import InvalidRequest, OwnershipLost, RedisUnavailable, RequestError, StokerError
+from stoker_shared.route import RouteStep
 from stoker_shared.text import message_line
 from stoker_shared.wire import (
     CLAIMED_KEY,
@@ -55,19 +55,17 @@ from stoker_shared.wire import (
 from stoker_worker.events import log_job
 from stoker_worker.placement.placement import Placement
 from stoker_worker.ports import ClaimedJob
-from stoker_worker.queue.cascade import Cascade, CheckOutcome, verdict_after, verdict_on
+from stoker_worker.queue.cascade import CheckOutcome, count, move, verdict_after, verdict_on
 from stoker_worker.queue.client import as_redis_unavailable, lua, may_pass
 from stoker_worker.queue.in_flight import JobsInFlight
 from stoker_worker.queue.json_job import OF_THE_RUN, JobRun, JsonJob, raw
 from stoker_worker.queue.lease import Lease
-from stoker_worker.queue.ownership import End, EndedNote, Ownership
+from stoker_worker.queue.ownership import End, EndedNote, How, Ownership
 from stoker_worker.queue.progress import JobStreams, ProgressMeta, read_meta, without_progress
 from stoker_worker.queue.registration import RqRegistration
 
 log = logging.getLogger(__name__)
 
-_CHECKS: Final = 30
-_TRIES: Final = 3  # a heartbeat may have been on its way to the execution when the end was written
 _ENQUEUE_TRIES: Final = 50  # each fails when any thread makes another job of the queue ready, or enqueues it, just then
 _READY: Final = JobStatus.READY_TO_ENQUEUE.value.encode()
 _OVER: Final = (JobStatus.FAILED.value.encode(), JobStatus.FINISHED.value.encode())
@@ -195,6 +193,10 @@ class FollowUp:
             self._connection.hdel(ENDED_KEY.format(queue=queue_name), member)
 
     def _set_dependents_free(self, job_id: str, note: EndedNote) -> None:
+        if note.end == "finished" and note.dependents:
+            self._move_to_ready(job_id, JobStatus.FINISHED)
+            if not self._connection.exists(Job.key_for(job_id)):  # its result is not kept
+                self._connection.delete(Job.dependents_key_for(job_id))
         if note.end == "failed" and note.dependents:
             self.set_free(job_id, note.dependents)
         else:
@@ -233,10 +235,17 @@ class FollowUp:
         """Enqueue those of a job's dependents that may run now that it is over."""
         # For RQ, a job with any status but failed, stopped or canceled has succeeded.
         if self._connection.hget(Job.key_for(job_id), "status") in _OVER:
-            queue = Queue(connection=self._connection, job_class=JsonJob, serializer=JSONSerializer)
             with suppress(InvalidJobOperation):  # it was deleted just now
-                queue.move_dependents_to_ready(JsonJob(job_id, connection=self._connection))
+                self._move_to_ready(job_id)
         self._enqueue(dependents)
+
+    def _move_to_ready(self, job_id: str, status: JobStatus | None = None) -> None:
+        """Those whose dependencies are met, if the job's status is the given one, or as Redis has it."""
+        queue = Queue(connection=self._connection, job_class=JsonJob, serializer=JSONSerializer)
+        job = JsonJob(job_id, connection=self._connection)
+        if status is not None:
+            job._status = status
+        queue.move_dependents_to_ready(job, refresh_job_status=status is None)
 
     def _enqueue(self, job_ids: list[str]) -> None:
         """RQ's own step skips a job after a conflict or a lost reply, and leaves it to a later cleaning."""
@@ -314,107 +323,6 @@ class LastResort:
             log.error("no job of the id %r waits; the id is dropped", job_id)
 
 
-class AlreadyWritten(Exception):
-    """This worker has written the end before, and the reply was lost."""
-
-    def __init__(self, note: EndedNote) -> None:
-        self.note = note
-
-
-class OwnedQueue(Queue):
-    """A queue whose part in RQ's success transaction begins with a check of the ownership.
-
-    RQ calls `move_dependents_to_ready` inside its WATCH loop, before the transaction and again for each new try.
-    """
-
-    ending: "Ending"
-
-    def move_dependents_to_ready(
-        self, job: Job, pipeline: Pipeline | None = None, *args: Any, **options: Any
-    ) -> dict[str, list[str]]:
-        assert pipeline is not None  # FollowUp calls it without one, on a queue of RQ's
-        self.ending.check(pipeline)
-        by_queue = super().move_dependents_to_ready(job, pipeline, *args, **options)
-        self.ending.note.dependents = [job_id for ids in by_queue.values() for job_id in ids]
-        return by_queue
-
-    def enqueue_ready_jobs_by_queue(self, job_ids_by_queue_name: dict[str, list[str]]) -> None:
-        """Nothing: FollowUp does it, and can tell when it was not done."""
-
-
-class Ending:
-    """One try to end a job: its note, and the check that begins the transaction."""
-
-    def __init__(self, ownership: Ownership, run: JobRun, end: End, *, partial_text: str | None = None) -> None:
-        self._ownership = ownership
-        self._run = run
-        self._partial_text = partial_text
-        self._changes_meta = False
-        self._n_checks = 0
-        self.note = EndedNote(end, rate_limit=run.job.rate_limit_key or "", member=ownership.member)
-
-    def written(self) -> EndedNote | None:
-        """The note, if this end was written already.
-
-        Raises:
-            OwnershipLost: the run is not ours (any more), or has ended in another way.
-        """
-        state = self._ownership.of(self._run)
-        if state == "ours":
-            return None
-        if state == "lost" or state.end != self.note.end:
-            raise OwnershipLost(f"job {self._run.job.id} is no longer this worker's, or has ended already")
-        return state
-
-    def check(self, pipeline: Pipeline) -> None:
-        """Watch the keys that make the run ours, then look: a change from here on undoes the transaction.
-
-        Raises:
-            RuntimeError: the job is written all the time; after another error, RQ would try again for ever.
-        """
-        self._n_checks += 1
-        if self._n_checks > _CHECKS:
-            raise RuntimeError(f"job {self._run.job.id} is written all the time")
-        self._ownership.watch(pipeline, self._run)
-        if (note := self.written()) is not None:
-            raise AlreadyWritten(note)
-        if self._run.job.has_progress or self._partial_text is not None:
-            self._read_meta(pipeline)
-
-    def open(self, pipeline: Pipeline) -> None:
-        """Begin a transaction that is not a success."""
-        self.check(pipeline)
-        self.note.dependents = self._run.job.dependent_ids
-        pipeline.multi()
-        self._write_meta(pipeline)
-        self.write_note(pipeline)
-
-    def _read_meta(self, pipeline: Pipeline) -> None:
-        """As it is now: its producer may have changed it. A change from here on undoes the transaction."""
-        rq_job = self._run.job
-        if (fields := read_meta(pipeline.hget(rq_job.key, "meta"))) is not None:
-            rq_job.meta = without_progress(fields)  # RQ writes it again when it retries the job
-            if self._partial_text is not None:
-                rq_job.meta[META_PARTIAL] = self._partial_text
-            self._changes_meta = True
-
-    def _write_meta(self, pipeline: Pipeline) -> None:
-        rq_job = self._run.job
-        if self._changes_meta and rq_job.meta:
-            pipeline.hset(rq_job.key, "meta", rq_job._serialize_meta())
-        elif self._changes_meta:
-            pipeline.hdel(rq_job.key, "meta")
-
-    def finish_with_note(self, pipeline: Pipeline) -> None:
-        if self._run.job.get_result_ttl(DEFAULT_RESULT_TTL_S) != 0:  # else the job is deleted at its end
-            self._write_meta(pipeline)
-        self.write_note(pipeline)
-
-    def write_note(self, pipeline: Pipeline) -> None:
-        key = ENDED_KEY.format(queue=self._run.job.origin)
-        pipeline.hset(key, self._run.execution.composite_key, self.note.to_json())
-
-
 class PackedJson(JSONSerializer):
     """For large numbers of results that wait for long: RQ stores them as base64, which adds a third."""
 
@@ -428,7 +336,7 @@ class JobFinish:
 
     Attributes:
         ownership: tells whether a run is still ours to end.
-        requeue, cascade: put a job back instead, or send it on to the next model.
+        requeue: puts a job back instead.
         streams, progress: what is shown of a job until then.
         last_resort: fails a job that RQ cannot end.
     """
@@ -440,33 +348,25 @@ class JobFinish:
         self._registration = registration
         self.ownership = ownership
         self.requeue = Requeue(connection, ownership.lease)
-        self.cascade = Cascade(connection, ownership)
         self.streams = JobStreams(connection)
         self.progress = ProgressMeta(connection)
         self.last_resort = LastResort(connection, ownership.lease)
         self._placement = placement
         self._follow_up = FollowUp(connection)
 
-    def finish(self, run: JobRun, result: Mapping[str, Any], also: Callable[[Pipeline], None] | None = None) -> None:
+    def finish(self, run: JobRun, result: Mapping[str, Any], verdict: CheckOutcome | None = None) -> None:
         """
         Args:
-            also: adds to the transaction.
+            verdict: counted with the end.
 
         Raises:
-            OwnershipLost: the run is not ours (any more), or it is finished already.
+            OwnershipLost: the run is not ours (any more), or is finished already.
         """
-        ending = Ending(self.ownership, run, "finished")
-        try:
-            self._write_success(run, ending, result, also)
-        except AlreadyWritten as written:
-            ending.note = written.note
-        except Exception as error:
-            # After its transaction RQ passes on a place under a rate limit, and that may fail.
-            note = None if may_pass(error) else ending.written()
-            if note is None:
-                raise
-            ending.note = note
-        self._do_what_follows(run, ending.note)
+        ttl_s = run.job.get_result_ttl(DEFAULT_RESULT_TTL_S)
+        note = self._note("finished", run)
+        is_noted = ttl_s == 0 or bool(note.rate_limit)
+        commands = partial(self._success, run, result, verdict, ttl_s)
+        self._end(run, End(note, commands, is_noted, kept_s=ttl_s if ttl_s > 0 else None))
 
     def fail(self, run: JobRun, error: Exception, *, partial_text: str | None = None, may_retry: bool = True) -> None:
         """
@@ -475,111 +375,163 @@ class JobFinish:
             RedisUnavailable: RQ could not write it.
         """
         rq_job = run.job
-        ending = Ending(self.ownership, run, "failed", partial_text=partial_text)
         if isinstance(error, RequestError) or not may_retry:
             rq_job.retries_left = 0  # the same request fails the same way
-        self._end_badly(run, ending, f"{type(error).__name__}: {message_line(error)}")
+        self._end_badly(run, "failed", f"{type(error).__name__}: {message_line(error)}", partial_text)
 
     def stop(self, run: JobRun) -> bool:
         """End a job that was stopped on request, canceled or deleted; ``True`` if it was stopped."""
         if self.ownership.of(run) == "lost":
             self.ownership.let_go(run)
             return False
-        self._end_badly(run, Ending(self.ownership, run, "stopped"), "JobStopped: stopped on request")
+        self._end_badly(run, "stopped", "JobStopped: stopped on request", None)
         return True
 
-    def _end_badly(self, run: JobRun, ending: Ending, reason: str) -> None:
-        error: Exception | None = None
-        for _ in range(_TRIES):
-            note = ending.written()
-            if note is None:
-                error = self._write_failure(run, ending, reason)
-                note = ending.written()
-            if note is not None:
-                self._do_what_follows(run, note)
-                return
-        if error is None or not is_the_jobs(error):
-            raise RedisUnavailable(f"the failure of job {run.job.id} could not be written: {error}")
-        log.warning("RQ cannot end job %s: %s: %s", run.job.id, type(error).__name__, message_line(error))
-        self.last_resort.fail(run.job.origin, run.job.id, reason, run.execution)
+    def go_on(self, run: JobRun, verdict: CheckOutcome, to: RouteStep) -> None:
+        """Send the job on to the next model: its queue gets the job, and the verdict is counted.
+
+        Raises:
+            OwnershipLost: the run is not ours (any more).
+        """
+        note = EndedNote("moved", member=self.ownership.member)
+        self._end(run, End(note, lambda: [*move(run, verdict, to), *self._removed(run)], is_noted=True))
+
+    def _end(self, run: JobRun, end: End) -> None:
+        if run.job.has_ended:
+            raise OwnershipLost(f"job {run.job.id} has ended already")
+        note = self.ownership.end(run, end)
+        if note is not None:
+            self._do_what_follows(run, note)
+        run.job.has_ended = True
+        self._registration.count_end(run.job, end.note.end)
+
+    def _end_badly(self, run: JobRun, how: How, reason: str, partial_text: str | None) -> None:
+        rq_job = run.job
+        commands = partial(self._failure, run, how, reason, partial_text)
+        kept_s = rq_job.failure_ttl if rq_job.failure_ttl and rq_job.failure_ttl > 0 else None
+        try:
+            self._end(run, End(self._note(how, run), commands, is_noted=True, kept_s=kept_s))
+        except StokerError:
+            raise
+        except Exception as error:  # the keys of a job may hold anything, and have any type
+            if not is_the_jobs(error):
+                raise RedisUnavailable(f"the failure of job {rq_job.id} could not be written: {error}") from None
+            log.warning("RQ cannot end job %s: %s: %s", rq_job.id, type(error).__name__, message_line(error))
+            self.last_resort.fail(rq_job.origin, rq_job.id, reason, run.execution)
+
+    def _note(self, how: How, run: JobRun) -> EndedNote:
+        return EndedNote(how, rate_limit=run.job.rate_limit_key or "", member=self.ownership.member)
 
     def _do_what_follows(self, run: JobRun, note: EndedNote) -> None:
         self._follow_up.carry_out(run.job.origin, run.execution.composite_key, note)
 
-    def _write_success(
-        self, run: JobRun, ending: Ending, result: Mapping[str, Any], also: Callable[[Pipeline], None] | None
-    ) -> None:
-        rq_job = run.job
-        rq_job.ended_at = rq_job.last_heartbeat = now()  # written with the rest
-        rq_job._result = dict(result)
-        rq_job.serializer = PackedJson if rq_job.packs_result else JSONSerializer
-        rq_job._status = JobStatus.FINISHED
-
-        def at_end(pipeline: Pipeline) -> None:
-            if run.writes is not None:
-                self._placement.wrote(pipeline, run.writes, result)
-            ending.finish_with_note(pipeline)
-            if also is not None:
-                also(pipeline)
-
-        rq_job.at_end = at_end
-        repeat = rq_job.repeats_left, rq_job.repeat_intervals
-        queue = _queue(OwnedQueue, rq_job)
-        queue.ending = ending
-        try:
-            self._registration.handle_job_success(
-                job=rq_job, queue=queue, started_job_registry=queue.started_job_registry, execution=run.execution
-            )
-        except BaseException:  # RQ counts a repeat before it has written it; the next try must not count it twice
-            rq_job.repeats_left, rq_job.repeat_intervals = repeat
-            raise
-        finally:  # a reference back to the job would keep its request until Python looks for cycles
-            rq_job.serializer, rq_job.at_end = JSONSerializer, None
-
-    def _write_failure(self, run: JobRun, ending: Ending, reason: str) -> Exception | None:
-        """The error, if any: its transaction was undone, refused, or written without a reply."""
-        rq_job, execution, registration = run.job, run.execution, self._registration
-        is_stopped, retries_left = ending.note.end == "stopped", rq_job.retries_left
+    def _success(
+        self, run: JobRun, result: Mapping[str, Any], verdict: CheckOutcome | None, ttl_s: int
+    ) -> Sequence[Sequence[Any]]:
+        rq_job, recorded = run.job, self._connection.pipeline(transaction=False)
         rq_job.ended_at = rq_job.last_heartbeat = now()
-        try:
-            with self._connection.pipeline() as pipeline:
-                ending.open(pipeline)
-                registration.cleanup_execution(rq_job, pipeline, execution)
-                if rq_job.should_retry and not is_stopped:
-                    _retry(rq_job, pipeline)
-                else:
-                    rq_job.set_status(JobStatus.STOPPED if is_stopped else JobStatus.FAILED, pipeline)
-                    rq_job._handle_failure(
-                        reason, pipeline, registration.name, execution.id, execution.created_at, rq_job.ended_at
-                    )
-                registration.increment_failed_job_count(pipeline)
-                if rq_job.started_at:
-                    registration.increment_total_working_time(rq_job.ended_at - rq_job.started_at, pipeline)
-                pipeline.execute()
-            return None
-        except AlreadyWritten:
-            return None
-        except StokerError:
-            raise
-        except Exception as error:  # the keys of a job may hold anything, and have any type
-            return error
-        finally:  # as with repeats
-            rq_job.retries_left = retries_left
+        if ttl_s != 0:
+            rq_job.serializer = PackedJson if rq_job.packs_result else JSONSerializer
+            about = self._about_execution(run)
+            Result.create(rq_job, Result.Type.SUCCESSFUL, ttl_s, dict(result), pipeline=recorded, **about)
+            rq_job.serializer = JSONSerializer
+            ended_at = utcformat(rq_job.ended_at)
+            over: dict[Any, Any] = {"status": JobStatus.FINISHED, "ended_at": ended_at, "last_heartbeat": ended_at}
+            recorded.hset(rq_job.key, mapping=over)
+            rq_job.finished_job_registry.add(rq_job, ttl_s, recorded)
+            _write_meta(rq_job, recorded, None)
+        if rq_job.repeats_left is not None and rq_job.repeats_left > 0:
+            rq_job._result = dict(result)
+            _repeat(rq_job, recorded)
+        elif ttl_s == 0:
+            rq_job._status = JobStatus.FINISHED
+            rq_job.cleanup(0, recorded, remove_from_queue=False)
+            _keep(rq_job.dependents_key, recorded)  # what follows sets those free that wait, and then removes it
+        elif ttl_s > 0:
+            recorded.expire(rq_job.key, ttl_s)
+            if rq_job._dependency_ids:
+                recorded.expire(rq_job.dependencies_key, ttl_s)
+        if run.writes is not None:
+            self._placement.wrote(recorded, run.writes, result)
+        counted = [count(verdict)] if verdict is not None and verdict.attempts else []
+        return [*_words(recorded), *self._removed(run), *counted]
+
+    def _failure(self, run: JobRun, how: How, reason: str, partial_text: str | None) -> Sequence[Sequence[Any]]:
+        rq_job, recorded = run.job, self._connection.pipeline(transaction=False)
+        rq_job.ended_at = rq_job.last_heartbeat = now()
+        _write_meta(rq_job, recorded, partial_text)
+        if rq_job.should_retry and how != "stopped":
+            _retry(rq_job, recorded)
+        else:
+            rq_job.set_status(JobStatus.STOPPED if how == "stopped" else JobStatus.FAILED, recorded)
+            rq_job._handle_failure(reason, recorded, **self._about_execution(run))
+        return sorted([*_words(recorded), *self._removed(run)], key=lambda words: words[0] != "XADD")
+
+    def _about_execution(self, run: JobRun) -> dict[str, Any]:
+        about = {"worker_name": self._registration.name, "execution_id": run.execution.id}
+        return {**about, "execution_started_at": run.execution.created_at, "execution_ended_at": run.job.ended_at}
+
+    def _removed(self, run: JobRun) -> Sequence[Sequence[Any]]:
+        """The commands that remove the run. Some fields belong to it: a requeue by an operator, or RQ's Repeat, begins
+        at zero."""
+        recorded = self._connection.pipeline(transaction=False)
+        run.execution.delete(run.job, recorded)
+        if run.job.has_run_fields:
+            recorded.hdel(run.job.key, *OF_THE_RUN)
+        return _words(recorded)
 
 
-def _queue(kind: type[Q], rq_job: JsonJob) -> Q:
-    return kind(rq_job.origin, connection=rq_job.connection, job_class=JsonJob, serializer=JSONSerializer)
+def _words(recorded: Pipeline) -> list[Sequence[Any]]:
+    return [words for words, _ in recorded.command_stack]
 
 
-def _retry(rq_job: JsonJob, pipeline: Pipeline) -> None:
+def _keep(key: str, recorded: Pipeline) -> None:
+    """Take a key out of the commands that delete others with it."""
+    for at, (words, options) in enumerate(recorded.command_stack):
+        if words[0] == "DEL":
+            recorded.command_stack[at] = ([word for word in words if word != key], options)
+
+
+def _write_meta(rq_job: JsonJob, recorded: Pipeline, partial_text: str | None) -> None:
+    """As it is now: its producer may have changed it, and this worker may have shown progress in it."""
+    if (fields := read_meta(rq_job.raw_meta)) is None:
+        return
+    rq_job.meta = without_progress(fields)  # RQ writes it again when it retries the job
+    if partial_text is not None:
+        rq_job.meta[META_PARTIAL] = partial_text
+    if rq_job.meta == fields:
+        return
+    if rq_job.meta:
+        recorded.hset(rq_job.key, "meta", rq_job._serialize_meta())
+    else:
+        recorded.hdel(rq_job.key, "meta")
+
+
+def _repeat(rq_job: JsonJob, recorded: Pipeline) -> None:
+    """RQ counts a repeat before it has written it; the next try must not count it twice."""
+    before = rq_job.repeats_left, rq_job.repeat_intervals
+    try:
+        Repeat.schedule(rq_job, _queue_of(rq_job), recorded)
+    finally:
+        rq_job.repeats_left, rq_job.repeat_intervals = before
+
+
+def _retry(rq_job: JsonJob, recorded: Pipeline) -> None:
     """RQ's `Job.retry` puts a job that is retried at once behind all others, and so behind its agent's next job; and it
     writes the status of one that waits before the transaction, after which it is in no list."""
-    queue, interval_s = _queue(Queue, rq_job), rq_job.get_retry_interval()
-    rq_job.retries_left = (rq_job.retries_left or 0) - 1
-    if interval_s:
-        queue.schedule_job(rq_job, now() + timedelta(seconds=interval_s), pipeline=pipeline)
-    else:
-        queue._enqueue_job(rq_job, pipeline, at_front=True)
+    queue, interval_s, retries_left = _queue_of(rq_job), rq_job.get_retry_interval(), rq_job.retries_left
+    rq_job.retries_left = (retries_left or 0) - 1
+    try:
+        if interval_s:
+            queue.schedule_job(rq_job, now() + timedelta(seconds=interval_s), pipeline=recorded)
+        else:
+            queue._enqueue_job(rq_job, recorded, at_front=True)
+    finally:  # as with repeats
+        rq_job.retries_left = retries_left
+
+
+def _queue_of(rq_job: JsonJob) -> Queue:
+    return Queue(rq_job.origin, connection=rq_job.connection, job_class=JsonJob, serializer=JSONSerializer)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -589,15 +541,12 @@ class RqClaimedJob(ClaimedJob):
     It stays in flight until it is released, so recovery leaves it alone while it is being ended.
 
     Attributes:
-        ending: set once somebody ends the job. The heartbeat then leaves its run alone: each beat would undo the
-            transaction that is on its way.
         saves: set once this run begins to save its turn.
     """
 
     run: JobRun = field(repr=False)
     ends: JobFinish = field(repr=False)
     in_flight: "JobsInFlight[RqClaimedJob]" = field(repr=False)
-    ending: threading.Event = field(default_factory=threading.Event, repr=False)
     saves: threading.Event = field(default_factory=threading.Event, repr=False)
 
     @property
@@ -624,20 +573,17 @@ class RqClaimedJob(ClaimedJob):
 
     @as_redis_unavailable()
     def finish(self, result: Mapping[str, Any]) -> bool:
-        self.ending.set()
-        also = None
         if (verdict := verdict_on(self.run.job, self.request, result)) is not None:
             if self._goes_on(verdict):
                 return False
-            result, also = {**result, **verdict.as_fields()}, partial(self.ends.cascade.count, verdict=verdict)
+            result = {**result, **verdict.as_fields()}
         with self._lost_is_told():
-            self.ends.finish(self.run, result, also)
+            self.ends.finish(self.run, result, verdict)
         self.ends.streams.close(self.claim_number, ended=True)
         return True
 
     @as_redis_unavailable()
     def fail(self, error: Exception, partial_text: str | None = None, *, may_retry: bool = True) -> bool:
-        self.ending.set()
         verdict = verdict_after(self.run.job, self.request, error)
         if verdict is not None and self._goes_on(verdict):
             return False
@@ -648,7 +594,6 @@ class RqClaimedJob(ClaimedJob):
 
     @as_redis_unavailable()
     def stop(self) -> None:
-        self.ending.set()
         if not self.ends.stop(self.run):
             self.ends.ownership.refuse_if_lost(self.run, self.claim_number)
             self._clear_progress()
@@ -661,7 +606,6 @@ class RqClaimedJob(ClaimedJob):
             with suppress(OwnershipLost):
                 self.stop()
             return False
-        self.ending.set()
         try:
             claim = Claim(self.job_id, self.queue, self.run.execution, alone=alone)
             if self.ends.requeue(claim, counts_as_attempt=counts_as_attempt) == "ended":
@@ -690,7 +634,7 @@ class RqClaimedJob(ClaimedJob):
         self._clear_progress()
         try:
             with self._lost_is_told():
-                self.ends.cascade.go_on(self.run, verdict, verdict.next)
+                self.ends.go_on(self.run, verdict, verdict.next)
         finally:
             self.ends.streams.close(self.claim_number, ended=False)
         condition = (verdict.attempts[-1].reason or "").partition(":")[0]  # the rest may quote the request

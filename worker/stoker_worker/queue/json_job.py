@@ -83,12 +83,16 @@ class JsonJob(Job):
     """How many workers were lost with this job in flight."""
     losses_alone: int = 0
     """How many of those had no other job in flight."""
-    at_end: Callable[[Pipeline], None] | None = None
-    """Called with the transaction in which RQ ends the job well, before the commands that remove the execution."""
     is_listened_to: bool = False
     """True if a reader wants the text as it is generated."""
     has_progress: bool = False
     """True if its `meta` holds the progress of an earlier run, whose worker was lost."""
+    raw_meta: bytes = b""
+    """Its `meta`, as far as this worker knows."""
+    has_ended: bool = False
+    """True once its run has ended, and all that follows is done."""
+    has_run_fields: bool = False
+    """True if its hash may have one of `OF_THE_RUN`."""
     raw_created_at: str = ""  # RQ replaces a missing value by the time of reading, which would identify no delivery
     raw_repeats_left: bytes = b""
     packs_result: bool = False
@@ -126,6 +130,8 @@ class JsonJob(Job):
         self.worker_losses = as_count(raw_data.get(FIELD_ATTEMPTS.encode()))
         self.losses_alone = as_count(raw_data.get(FIELD_LOST_ALONE.encode()))
         self.is_listened_to = FIELD_STREAM.encode() in raw_data
+        self.has_run_fields = any(name.encode() in raw_data for name in OF_THE_RUN)
+        self.raw_meta = raw_data.get(b"meta", b"")
         self.has_progress = isinstance(self.meta, dict) and META_PROGRESS in self.meta
         self.packs_result = raw_data.get(FIELD_PACKED.encode()) == PACKED_WITH_ZLIB.encode()
         self.raw_created_at = raw_data.get(b"created_at", b"").decode(errors="replace")

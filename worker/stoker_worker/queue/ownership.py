@@ -1,55 +1,62 @@
-"""True if a run is still this worker's to end, also after its job's id was enqueued once more. Any thread.
+"""Whose a run is, also after its job's id was enqueued once more; and the one step that ends it while it is ours. Any
+thread.
 
 Owns no state. There are three reasons why a run may not simply be ours. This worker has ended it, and the reply was
 lost. It was taken away: another worker recovered it, or it was canceled or deleted. Or a job with the same id was
 written over the one that runs: if that is the same delivery, sent twice, the run goes on and the job's hash is put
 right; if it is another delivery, this run is superseded, and the new job is left untouched.
+
+An end is a list of commands, which are recorded as RQ's own code issues them, and carried out by a script that looks
+first whether the run is ours. So it needs one round trip, and no other client can come between.
 """
 
 import json
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Final, Literal, cast
+from typing import Any, Final, Literal, cast
 
 from redis import Redis
-from redis.client import Pipeline
 from redis.exceptions import ResponseError
 from rq.executions import ExecutionRegistry
 from rq.queue import Queue
 from rq.rate_limit import RateLimitRegistry
 from rq.utils import str_to_date, utcformat
 
-from stoker_shared.errors import JobLost
+from stoker_shared.errors import JobLost, OwnershipLost
 from stoker_shared.job_data import unpacked
 from stoker_shared.wire import ENDED_KEY, FIELD_SAVING
 from stoker_worker.queue.client import lua
 from stoker_worker.queue.json_job import OF_THE_RUN, JobRun, JsonJob, delivery_stamp, hash_of
 from stoker_worker.queue.lease import Lease
 
-End = Literal["finished", "failed", "stopped"]
+How = Literal["finished", "failed", "stopped", "moved"]
 
 
 @dataclass
 class EndedNote:
-    """Kept in Redis, under the execution's name, from the transaction that ended a job to its last follow-up.
+    """Kept in Redis, under the execution's name, from the step that ended a job to its last follow-up.
 
     A worker whose reply was lost sees from it that the end was written. The next worker sees from it what a dead one
-    left to do.
+    left to do. A success after which nothing is left to do needs none: the job's hash tells of it.
 
     Attributes:
-        end: how this run of the job ended: a failure that is retried is ``failed`` too.
+        end: how this run of the job ended. A failure that is retried is ``failed`` too; ``moved``: to the next model.
         dependents: ids of jobs that may wait for this end.
         rate_limit: key of the rate limit under which the job held a place, or empty.
         member: in whose name the job ran.
     """
 
-    end: End
+    end: How
     dependents: list[str] = field(default_factory=list)
     rate_limit: str = ""
     member: str = ""
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
+    def head(self) -> str:
+        """Its JSON without the dependents, which the script adds."""
+        fields = asdict(self)
+        del fields["dependents"]
+        return json.dumps(fields)[:-1]
 
     @classmethod
     def from_json(cls, text: str) -> "EndedNote":
@@ -57,9 +64,30 @@ class EndedNote:
 
 
 _WITHDRAWN: Final = (b"canceled", b"stopped")
-_LOOKS: Final = 10  # the job may be written again between a look and the repair
+_LOOKS: Final = 30  # the job may be written again between a look and the repair
 
-State = Literal["ours", "lost"] | EndedNote
+State = Literal["ours", "ended", "lost"]
+Commands = Sequence[Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class End:
+    """What ends a run.
+
+    Attributes:
+        note: without the dependents.
+        commands: makes the commands; called again if `meta` has changed. The first one may be refused.
+        is_noted: the note is written even if no job waits for this one.
+        kept_s: how long the set of those that wait is kept; ``None``: as it is.
+    """
+
+    note: EndedNote
+    commands: Callable[[], Commands]
+    is_noted: bool
+    kept_s: int | None = None
+
+
+_NO_END: Final = End(EndedNote("finished"), tuple, is_noted=False)
 
 
 class Ownership:
@@ -69,28 +97,54 @@ class Ownership:
         self.member = lease.member
         self._connection = connection
         self.lease = lease
-        self._look = connection.register_script(lua("holds", "whose"))
+        self._end = connection.register_script(lua("holds", "count", "end"))
         self._put_right = connection.register_script(lua("holds", "delivery", "put_right"))
         self._let_go = connection.register_script(lua("holds", "let_go"))
 
     def of(self, run: JobRun, *, saves: bool = False) -> State:
-        """``ours``, ``lost``, or the note of an end that this worker has written.
+        """``ended``: this worker has ended it.
 
         Args:
             saves: if it is ours, its turn is being saved from here on, and it is not canceled any more.
 
         Like `Lease.is_ours`, it takes up again a lease that ran out while Redis was away.
         """
-        queue, execution = run.job.origin, run.execution
-        keys = [*self._keys(run), ENDED_KEY.format(queue=queue)]
-        args = [*self.lease.args, execution.composite_key, FIELD_SAVING if saves else ""]
+        if saves:
+            run.job.has_run_fields = True
+        found = self._asked(run, _NO_END, FIELD_SAVING if saves else "")
+        return "ours" if found == "ours" else "lost" if found == "lost" else "ended"
+
+    def end(self, run: JobRun, end: End) -> EndedNote | None:
+        """End a run, or find that this worker has ended it so before; the note if something is left to do.
+
+        Raises:
+            OwnershipLost: the run is not ours (any more), or has ended in another way.
+            RedisError: it may have been done or not; another call finds out. After a refusal nothing has changed.
+        """
+        found = self._asked(run, end, "")
+        note = EndedNote.from_json(found) if found.startswith("{") else None
+        if found == "lost" or end.note.end != (note.end if note else "finished"):
+            raise OwnershipLost(f"job {run.job.id} is no longer this worker's, or has ended already")
+        return note
+
+    def _asked(self, run: JobRun, end: End, field: str) -> str:
+        job, execution = run.job, run.execution
+        keys = [*self._keys(run), ENDED_KEY.format(queue=job.origin), job.dependents_key]
+        started_at = utcformat(job.started_at) if job.started_at else ""
+        about = [*self.lease.args, execution.composite_key, self.lease.worker_name, started_at, field]
         for _ in range(_LOOKS):
-            found = self._look(keys=keys, args=args).decode()
-            if found == "enqueued" and self._goes_on(run):
+            words = [word for command in end.commands() for word in (len(command), *command)]
+            kept_s = "" if end.kept_s is None else end.kept_s
+            args = [*about, job.raw_meta, end.note.head(), int(end.is_noted), kept_s, *words]
+            reply = self._end(keys=keys, args=args)
+            if isinstance(reply, list):
+                job.raw_meta = reply[1]
                 continue
-            if found == "ours":
-                return "ours"
-            return EndedNote.from_json(found) if found.startswith("{") else "lost"
+            found: str = reply.decode()
+            if found != "enqueued":
+                return found
+            if not self._goes_on(run):
+                break
         return "lost"
 
     def refuse_if_lost(self, run: JobRun, claim_number: int) -> None:
@@ -106,11 +160,6 @@ class Ownership:
             if self._connection.hget(run.job.key, "status") in _WITHDRAWN:
                 return
         raise JobLost("Redis has lost data, and with it this run of the job; nothing of it is kept")
-
-    def watch(self, pipeline: Pipeline, run: JobRun) -> None:
-        """Watch the keys that make the run ours. Not the lease, which is renewed every second, but its fencing number,
-        which changes when another worker takes it."""
-        pipeline.watch(self.lease.keys[1], run.execution.key, run.job.key)  # type: ignore[no-untyped-call]
 
     def let_go(self, run: JobRun) -> None:
         """Remove the rest of our run of a job that is not ours any more; the job's own state is not ours to write."""

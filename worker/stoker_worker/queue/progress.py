@@ -90,6 +90,7 @@ class ProgressMeta:
         run.job.has_progress = True
         written = json.dumps({**fields, META_PROGRESS: shown})
         self._note(keys=[run.job.key, run.execution.key], args=[meta, written], client=pipeline)
+        run.job.raw_meta = written.encode()
 
     def clear(self, job_key: str) -> None:
         """Clear the progress of a job that does not run any more and that `JobFinish` did not end."""

@@ -11,14 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
-from datetime import timedelta
 from typing import Any, Final
 
 from redis import Redis
 from redis.client import Pipeline
 from rq import worker_registration
 from rq.command import parse_payload
-from rq.executions import Execution, ExecutionRegistry
+from rq.executions import ExecutionRegistry
 from rq.job import Job
 from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
@@ -31,7 +30,7 @@ from stoker_worker.ports import Serving
 from stoker_worker.process_identity import ProcessIdentity
 from stoker_worker.queue.client import lua, shut_down
 from stoker_worker.queue.in_flight import JobsInFlight
-from stoker_worker.queue.json_job import OF_THE_RUN, JobRun, JsonJob
+from stoker_worker.queue.json_job import JobRun, JsonJob
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +106,7 @@ class RqRegistration(BaseWorker):
         self.log_result_lifespan = False
         self.log = logging.getLogger("stoker_worker.rq")
         self.on_shutdown: Callable[[], None] | None = None
+        self._counting = threading.Lock()
         self._says_ignored = Periodic(_SAYS_IGNORED_S)
         self.is_leaving = False
 
@@ -135,6 +135,7 @@ class RqRegistration(BaseWorker):
             self.pubsub_thread.join(0.1)  # then once more: it may have been connecting anew
 
     def register_death(self) -> None:
+        self.connection.hset(self.key, mapping=self.serialize() | self._counts())
         super().register_death()  # type: ignore[no-untyped-call]
         self.connection.delete(WORKER_KEY.format(name=self.name))
 
@@ -149,7 +150,7 @@ class RqRegistration(BaseWorker):
         """
         self.last_heartbeat = now()
         with connection.pipeline() as pipeline:
-            pipeline.hset(self.key, mapping=self.serialize() | {"state": self.get_state()})
+            pipeline.hset(self.key, mapping=self.serialize() | {"state": self.get_state()} | self._counts())
             pipeline.pexpire(self.key, self._ttl_ms)
             worker_registration.register(self, pipeline)
             pipeline.set(WORKER_KEY.format(name=self.name), json.dumps(self._presence()), px=self._ttl_ms)
@@ -186,17 +187,20 @@ class RqRegistration(BaseWorker):
             super().set_state(state, pipeline)
             pipeline.pexpire(self.key, self._ttl_ms)
 
-    def increment_total_working_time(self, job_execution_time: timedelta, pipeline: Pipeline) -> None:
-        """RQ writes this count last when a job ends, even into a hash that has expired: it must expire again."""
-        super().increment_total_working_time(job_execution_time, pipeline)
-        pipeline.pexpire(self.key, self._ttl_ms)
+    def count_end(self, job: Job, how: str) -> None:
+        """Count a run that has ended; the next beat shows it. Any thread."""
+        with self._counting:
+            if how == "finished":
+                self.successful_job_count += 1
+            elif how != "moved":
+                self.failed_job_count += 1
+            if job.started_at and job.ended_at:
+                self.total_working_time += (job.ended_at - job.started_at).total_seconds()
 
-    def cleanup_execution(self, job: Job, pipeline: Pipeline, execution: Execution | None = None) -> None:
-        """Some fields belong to this run: a requeue by an operator, or RQ's Repeat, begins at zero."""
-        if isinstance(job, JsonJob) and job.at_end is not None:
-            job.at_end(pipeline)
-        pipeline.hdel(job.key, *OF_THE_RUN)
-        super().cleanup_execution(job, pipeline, execution)
+    def _counts(self) -> dict[str, Any]:
+        names = ("successful_job_count", "failed_job_count", "total_working_time")
+        with self._counting:
+            return {name: count for name in names if (count := getattr(self, name))}
 
     def handle_payload(self, message: Any) -> None:
         """A command, on RQ's pubsub thread. RQ's own handlers know one current job; here there are many."""

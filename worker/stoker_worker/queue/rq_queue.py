@@ -215,8 +215,7 @@ class RqQueue(QueuePort):
             return False
         self._registration.beat(self._beating)
         for job in self._in_flight.snapshot():
-            if not job.ending.is_set():
-                self._registration.beat_execution(self._beating, job.run)
+            self._registration.beat_execution(self._beating, job.run)
         return True
 
     def data_loss(self) -> DataLoss:
