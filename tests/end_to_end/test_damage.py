@@ -49,7 +49,7 @@ def file_of(store, agent_id, what):
         version = transcripts.read_agent(connection, agent_id).version
         if what == "block":
             return parts.blocks.path_of(version.cache.model, version.cache.last_block)
-        return parts.pieces.tail_path(agent_id, version.number)
+        return parts.pieces.paths(agent_id, version.number)[0]
 
 
 def ask(producer, context, what, how, turn):

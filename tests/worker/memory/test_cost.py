@@ -117,14 +117,15 @@ def test_an_agent_of_a_thousand_turns_is_read_like_one_of_ten(tmp_path: Path) ->
     assert steps_to_open(agent) <= ten + 2
 
 
-def test_a_new_agents_turn_takes_few_statements(tmp_path: Path) -> None:
+def test_a_turn_takes_few_statements(tmp_path: Path) -> None:
     """Each gives up Python's lock, and other threads take it."""
     count = CountingSqlite()
     agent = Agent(AgentCacheStore(tmp_path, files=FastDisk(), connector=count))
-    turn = agent.turn(ids(50))
-    count.n_statements = 0
-    agent.store.save(turn)
-    assert count.n_statements <= 16
+    for n_tokens, most in ((50, 11), (100, 8)):  # a new agent's, and the next one
+        turn = agent.turn(ids(n_tokens))
+        count.n_statements = 0
+        agent.store.save(turn)
+        assert count.n_statements <= most
     agent.store.close()
 
 

@@ -53,7 +53,7 @@ def blocks_of(agent: Agent, tmp_path: Path) -> list[Path]:
 
 
 def tail_of(agent: Agent, name: str = "agent") -> Path:
-    return agent.store.parts.pieces.tail_path(name, 3)
+    return agent.store.parts.pieces.paths(name, 3)[0]
 
 
 def flip(path: Path, position: int) -> None:

@@ -210,7 +210,7 @@ def test_an_error_names_the_file_that_was_asked_for(home: StoreParts, tmp_path: 
 
 def test_export_leaves_out_damaged_cache_and_older_versions(exported: Path, home: StoreParts, away: StoreParts) -> None:
     """They only save time: a flipped bit in them must not make the file worthless."""
-    tail = home.pieces.tail_path("a", 3)
+    tail = home.pieces.paths("a", 3)[0]
     tail.write_bytes(tail.read_bytes()[:-1] + b"?")
     chain = BlockChain(MODEL.fingerprint, "s", LONG)
     second = home.blocks.path_of(MODEL.fingerprint, chain.addresses[1])

@@ -63,7 +63,7 @@ def folder(tmp_path: Path) -> Path:
 def test_cache_that_cannot_be_read_is_a_named_miss(folder: Path, place: str, kind: str) -> None:
     with closing(open_store(folder)) as store:
         agent = Agent(store)
-        tail = store.parts.pieces.tail_path("agent", 2)
+        tail = store.parts.pieces.paths("agent", 2)[0]
         with KINDS[kind]({"tail": tail, "pieces": folder / "pieces", "blocks": folder / "blocks"}[place]):
             assert agent.tokens() == LONG
             reason = "block_unreadable" if place == "blocks" else "tail_unreadable"

@@ -24,7 +24,7 @@ from tests.worker.memory.agents import (
 from tests.worker.memory.faulty_files import FullFiles
 
 from stoker_worker import events
-from stoker_worker.memory import cache_index, upkeep
+from stoker_worker.memory import cache_index, database, upkeep
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.ports import Delivery
@@ -341,7 +341,7 @@ def test_the_index_follows_the_files(tmp_path: Path, store: AgentCacheStore) -> 
 
 def test_a_wrong_sum_of_all_sizes_is_corrected(store: AgentCacheStore) -> None:
     Agent(store).say(LONG[:700])
-    store.parts.database.commit(lambda connection: cache_index.count_bytes(connection, 12_345))
+    store.parts.database.commit(lambda connection: database.count_bytes(connection, 12_345))
     assert len(problems_of(store)) == 1
     one_round(store)
     assert problems_of(store) == []

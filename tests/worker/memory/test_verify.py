@@ -115,7 +115,7 @@ def test_an_answer_that_is_no_json_is_a_line_even_if_its_checksum_is_right(parts
 
 
 def test_a_damaged_page_is_a_line_and_the_rest_is_still_read(parts: StoreParts) -> None:
-    tail = parts.pieces.tail_path("a", 3)
+    tail = parts.pieces.paths("a", 3)[0]
     tail.write_bytes(b"?")
     with parts.database.snapshot() as connection:
         sql = "SELECT rootpage FROM sqlite_schema WHERE name = 'deliveries'"
@@ -134,7 +134,7 @@ def test_a_damaged_page_is_a_line_and_the_rest_is_still_read(parts: StoreParts) 
 @pytest.mark.parametrize("data", [b"", b"?", b"\xff" * 5000])
 def test_a_damaged_file_is_a_line(parts: StoreParts, data: bytes) -> None:
     block = next(parts.blocks.path.glob("*/*/*"))
-    tail = parts.pieces.tail_path("a", 3)
+    tail = parts.pieces.paths("a", 3)[0]
     old = tail.with_name(tail.name.replace("-3-", "-2-"))
     for path in (block, tail, old):
         path.write_bytes(data)
@@ -181,10 +181,10 @@ def test_what_a_crash_or_an_eviction_leaves_is_no_problem(parts: StoreParts) -> 
         Agent(store, "unsaved").say(LONG[:10])
         store.mark_unsaved("unsaved")
         store.mark_unsaved("never saved")
-    parts.pieces.tail_path("a", 3).rename(parts.pieces.tail_path("a", 4))  # of a turn that was never committed
-    nobody = parts.pieces.tail_path("nobody", 1)
+    parts.pieces.paths("a", 3)[0].rename(parts.pieces.paths("a", 4)[0])  # of a turn that was never committed
+    nobody = parts.pieces.paths("nobody", 1)[0]
     nobody.parent.mkdir()
-    parts.pieces.tail_path("b", 3).rename(nobody)
+    parts.pieces.paths("b", 3)[0].rename(nobody)
     next(parts.blocks.path.glob("*/*/*")).unlink()
     (parts.temp / "1-0.tmp").write_bytes(b"half")
     assert list(verify_store(parts)) == []
@@ -222,7 +222,7 @@ def test_an_agent_made_anew_between_two_looks_is_no_problem(parts: StoreParts, m
     seen = []
 
     def replaced(path: Path, *arguments: Any) -> None:
-        if path == parts.pieces.tail_path("a", 3) and not seen:
+        if path == parts.pieces.paths("a", 3)[0] and not seen:
             forget_agent(parts, "a")
             with closing(open_store(parts.path)) as store:
                 agent = Agent(store, "a")

@@ -154,9 +154,9 @@ def write_with_cache(
         piece_bytes: allocated bytes of the tail and the snapshots.
         keep_versions: as in `Asked`.
     """
-    row = transcripts.write_version(connection, row, record, keep_versions=keep_versions or record.version)
+    keep_versions = keep_versions or record.version
+    row = transcripts.write_version(connection, row, record, keep_versions=keep_versions, piece_bytes=piece_bytes)
     cache_index.use_chain(connection, row.number, chain, now=record.about.saved_at)
-    cache_index.set_piece_bytes(connection, row.number, piece_bytes)
     return row.number
 
 

@@ -446,6 +446,8 @@ def _bytes_of(array: Array) -> memoryview:
 MOST_SNAPSHOTS: Final = 2
 """A version has at most two: one before the prompt's last token, and one at the end of the turn."""
 
+_PIECES: Final = ("tail", *(f"snapshot-{index}" for index in range(MOST_SNAPSHOTS)))
+
 Pieces = Mapping[Path, Iterable[Chunk]]
 """The tail and the snapshots of a version: the bytes of each file."""
 
@@ -492,16 +494,11 @@ class PieceFolder:
         self.path = path
         self._writer = writer
 
-    def tail_path(self, agent_id: str, version: int) -> Path:
-        return self._path(agent_id, version, "tail")
-
-    def snapshot_path(self, agent_id: str, version: int, index: int) -> Path:
-        return self._path(agent_id, version, f"snapshot-{index}")
-
     def paths(self, agent_id: str, version: int) -> list[Path]:
         """The places of the tail and the snapshots of this version, in this order. Not all need be there."""
-        snapshots = (self.snapshot_path(agent_id, version, index) for index in range(MOST_SNAPSHOTS))
-        return [self.tail_path(agent_id, version), *snapshots]
+        name = hashlib.sha256(agent_id.encode()).hexdigest()
+        start = f"{self.path}/{name[:2]}/{name[:32]}-{version}-"  # many are made: joining paths takes longer
+        return [Path(f"{start}{piece}.safetensors") for piece in _PIECES]
 
     def write(self, pieces: Pieces) -> int:
         """Write the files; returns their allocated bytes.
@@ -527,10 +524,6 @@ class PieceFolder:
         for path in paths:
             with suppress(OSError):
                 self._writer.files.remove(path)
-
-    def _path(self, agent_id: str, version: int, piece: str) -> Path:
-        name = hashlib.sha256(agent_id.encode()).hexdigest()
-        return self.path / name[:2] / f"{name[:32]}-{version}-{piece}.safetensors"
 
 
 def _has_size(path: Path, n_bytes: int) -> bool:

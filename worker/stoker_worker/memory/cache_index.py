@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from stoker_worker.memory.blocks import BlockChain
-from stoker_worker.memory.database import Connection
+from stoker_worker.memory.database import Connection, count_bytes
 from stoker_worker.memory.transcripts import AgentRow
 
 
@@ -151,20 +151,14 @@ def note_evicted(connection: Connection, row: AgentRow, *, released: bool = Fals
             use_chain(connection, row.number, None, now=now)
 
 
-def set_piece_bytes(connection: Connection, agent: int, n_bytes: int, *, known: int | None = None) -> None:
-    """Allocated bytes of the agent's tail and snapshots. `known`: what its row has, if it was just read."""
-    if known is None:
-        sql = "SELECT coalesce(CAST(piece_bytes AS INTEGER), 0) FROM agents WHERE number = ?"
-        row = connection.execute(sql, (agent,)).fetchone()
-        known = n_bytes if row is None else row[0]
+def set_piece_bytes(connection: Connection, agent: int, n_bytes: int) -> None:
+    """Allocated bytes of the agent's tail and snapshots."""
+    sql = "SELECT coalesce(CAST(piece_bytes AS INTEGER), 0) FROM agents WHERE number = ?"
+    row = connection.execute(sql, (agent,)).fetchone()
+    known = n_bytes if row is None else row[0]
     if known != n_bytes:
         connection.execute("UPDATE agents SET piece_bytes = ? WHERE number = ?", (n_bytes, agent))
         count_bytes(connection, n_bytes - known)
-
-
-def count_bytes(connection: Connection, n_bytes: int) -> None:
-    if n_bytes:
-        connection.execute("UPDATE store SET cache_bytes = cache_bytes + ?", (n_bytes,))
 
 
 def uncounted_bytes(connection: Connection) -> int:

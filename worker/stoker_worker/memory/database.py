@@ -132,7 +132,7 @@ def configure(connection: Connection) -> None:
         "checkpoint_fullfsync=ON",
         "wal_autocheckpoint=4000",  # pages; `Upkeep` is faster
         "journal_size_limit=16777216",  # bytes, of a log that a long read kept from being emptied
-        "temp_store=MEMORY",  # a savepoint needs no file
+        "temp_store=MEMORY",
         "mmap_size=0",  # an I/O error in a mapped page would kill the worker
         "cell_size_check=ON",
         "trusted_schema=OFF",
@@ -214,24 +214,6 @@ class Change(Generic[T]):
             raise self.error
         result: Any = self.result
         return result  # type: ignore[no-any-return]
-
-    def try_alone(self, connection: Connection) -> None:
-        """Raises what the change raises: the transaction is to be undone."""
-        self.error = None
-        self.result = self.run(connection)
-
-    def try_in(self, connection: Connection) -> None:
-        """Undo what a change that fails has done, and nothing else. Raises `sqlite3.Error`: the transaction is over."""
-        self.error = None
-        connection.execute("SAVEPOINT change")
-        try:
-            self.result = self.run(connection)
-        except sqlite3.Error:  # SQLite may have rolled back the whole transaction
-            raise
-        except BaseException as error:  # of another thread, perhaps
-            self.error = error
-            connection.execute("ROLLBACK TO change")
-        connection.execute("RELEASE change")
 
 
 class Database:
@@ -372,12 +354,12 @@ class Database:
                 self._waiting += [change for change in group if not change.is_done]
 
     def _carry_out(self, group: list[Change[Any]]) -> None:
-        """Run them in one transaction. If that fails as a whole, each gets one of its own."""
+        """Run them in one transaction. If one of them fails, or all, each gets one of its own."""
         try:
             self._transaction(group)
-        except Exception as error:
+        except BaseException as error:  # of another thread, perhaps
             if len(group) == 1:
-                group[0].error = group[0].error or error
+                group[0].error = error
             else:
                 for change in group:
                     self._carry_out([change])
@@ -391,11 +373,8 @@ class Database:
             connection = self._writer
             connection.execute("BEGIN IMMEDIATE")
             try:
-                if len(group) == 1:
-                    group[0].try_alone(connection)
-                else:
-                    for change in group:
-                        change.try_in(connection)
+                for change in group:
+                    change.result = change.run(connection)
                 commits = _end(connection)
             except BaseException:
                 _roll_back(connection)
@@ -422,6 +401,12 @@ def _end(connection: Connection) -> int:
 def _roll_back(connection: Connection) -> None:
     with suppress(sqlite3.Error):  # SQLite has done so by itself
         connection.execute("ROLLBACK")
+
+
+def count_bytes(connection: Connection, n_bytes: int) -> None:
+    """Cache files take so many bytes more."""
+    if n_bytes:
+        connection.execute("UPDATE store SET cache_bytes = cache_bytes + ?", (n_bytes,))
 
 
 class SharedNote(NamedTuple):

@@ -74,12 +74,11 @@ class AgentBlocks:
     @classmethod
     def of(cls, agent: AgentVersion, pieces: PieceFolder) -> Self:
         """Everything that was saved of the version."""
-        name, number = agent.agent_id, agent.number
         if agent.cache is None or agent.transcript is None:
             return cls(owner=agent)
-        snapshots = [(n, pieces.snapshot_path(name, number, index)) for index, n in enumerate(agent.cache.snapshots)]
-        tail = pieces.tail_path(name, number)
-        return cls(agent.transcript.token_ids[: agent.cache.tokens], tail, tuple(snapshots), agent)
+        tail, *places = pieces.paths(agent.agent_id, agent.number)
+        snapshots = tuple(zip(agent.cache.snapshots, places, strict=False))
+        return cls(agent.transcript.token_ids[: agent.cache.tokens], tail, snapshots, agent)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from stoker_shared.message import Message
 from stoker_worker.memory.blocks import common_length
-from stoker_worker.memory.database import Connection, Damaged, agent_checksum, key_of, row_checksum
+from stoker_worker.memory.database import Connection, Damaged, agent_checksum, count_bytes, key_of, row_checksum
 from stoker_worker.ports import AgentVersion, CachedPrefix, Delivery, EndedBy, Transcript
 from stoker_worker.ports.memory import StoredMessage, is_stored_alike
 
@@ -217,8 +217,8 @@ def _common_messages(left: tuple[Message, ...], right: tuple[Message, ...]) -> i
 _COLUMNS: Final = "number, agent_id, key, version, head, unsaved, checksum, last_block, piece_bytes, evicted"
 """In the order of `row_of`."""
 _FIND: Final = (
-    f"SELECT 1, {_COLUMNS} FROM agents WHERE agent_id = ?"
-    f" UNION ALL SELECT 2, number{', NULL' * _COLUMNS.count(',')} FROM agents INDEXED BY agents_by_key WHERE key = ?"
+    f"SELECT 1, (SELECT max(version) FROM turns WHERE agent = number), {_COLUMNS} FROM agents WHERE agent_id = ?"
+    f" UNION ALL SELECT 2, 0, number{', NULL' * _COLUMNS.count(',')} FROM agents INDEXED BY agents_by_key WHERE key = ?"
 )
 IS_OF_SESSION: Final = "agent_id < ' '"
 """The condition of rows in `agents` that are no agents: see `sessions`."""
@@ -338,16 +338,15 @@ def add_version(connection: Connection, row: AgentRow, record: TurnRecord, *, ke
 
 def _prune(connection: Connection, row: AgentRow, newest: int, keep_versions: int) -> int:
     """Delete the versions that are neither kept nor needed to read one that is; returns their bytes."""
-    found = connection.execute(
-        "SELECT version FROM turns WHERE agent = ? AND version <= ? AND parent IS NULL ORDER BY version DESC LIMIT 1",
-        (row.number, newest - keep_versions + 1),
-    ).fetchone()
-    if found is None:
+    oldest = newest - keep_versions + 1
+    if oldest <= 1:
         return 0
-    where, before = "WHERE agent = ? AND version < ?", (row.number, *found)
-    n_bytes = connection.execute(f"{VERSION_BYTES} {where}", before).fetchone()[0]
-    connection.execute(f"DELETE FROM turns {where}", before)
-    return int(n_bytes)
+    deleted = connection.execute(
+        "DELETE FROM turns WHERE agent = ?1 AND version < (SELECT max(version) FROM turns"
+        f" WHERE agent = ?1 AND version <= ?2 AND parent IS NULL) RETURNING {_SIZES}",
+        (row.number, oldest),
+    )
+    return sum(n_bytes for (n_bytes,) in deleted.fetchall())
 
 
 @dataclass(frozen=True)
@@ -401,20 +400,20 @@ def find_agent(connection: Connection, agent_id: str) -> AgentRow | None:
     if not found:
         return None
     by_id, by_key = found.get(1), found.get(2)
-    if by_id is None or by_key is None or by_id[0] != by_key[0]:
+    if by_id is None or by_key is None or by_id[1] != by_key[1]:
         raise Damaged("its indexes do not agree on the agent")
-    newest = connection.execute("SELECT max(version) FROM turns WHERE agent = ?", (by_id[0],)).fetchone()[0] or 0
+    newest, number = by_id[0] or 0, by_id[1]
     if not isinstance(newest, int):
         raise Damaged("its versions cannot be told")
     try:
-        row = row_of(by_id)
+        row = row_of(by_id[1:])
         if row.agent_id != agent_id:
             raise Damaged("its index leads to the row of another agent")
         if newest > row.version:
             raise Damaged("its row lacks the newest version")
         return row
     except Damaged as damage:
-        return AgentRow(by_id[0], agent_id, newest, b"", False, None, 0, False, problem=str(damage))
+        return AgentRow(number, agent_id, newest, b"", False, None, 0, False, problem=str(damage))
 
 
 def has_agents(connection: Connection) -> bool:
@@ -461,11 +460,14 @@ def unused_agents(
     ).fetchall()
 
 
-def write_version(connection: Connection, row: AgentRow | None, record: TurnRecord, *, keep_versions: int) -> AgentRow:
+def write_version(
+    connection: Connection, row: AgentRow | None, record: TurnRecord, *, keep_versions: int, piece_bytes: int = 0
+) -> AgentRow:
     """Make `record` the agent's newest version, and prune those beyond `keep_versions`.
 
     Args:
-        row: the agent's, ``None`` for a new agent; `record` follows its version.
+        row: the agent's, as it was just read; ``None`` for a new agent; `record` follows its version.
+        piece_bytes: allocated bytes of the version's tail and snapshots.
 
     Returns:
         the row as it is now.
@@ -476,7 +478,8 @@ def write_version(connection: Connection, row: AgentRow | None, record: TurnReco
     cache = record.about.cache
     ((is_of_now,),) = connection.execute(
         "UPDATE agents SET version = ?, head = ?, unsaved = 0, checksum = ?, turns = turns + ?, tokens = ?,"
-        f" cached_tokens = ?, transcript_bytes = transcript_bytes + ?, evicted = 0, {_LAST_USED} WHERE number = ?"
+        " cached_tokens = ?, transcript_bytes = transcript_bytes + ?, piece_bytes = ?, evicted = 0,"
+        f" {_LAST_USED} WHERE number = ?"
         f" RETURNING used_clock_s IS {_CLOCK}",
         (
             record.version,
@@ -486,13 +489,15 @@ def write_version(connection: Connection, row: AgentRow | None, record: TurnReco
             record.about.tokens,
             cache.tokens if cache else 0,
             n_bytes,
+            piece_bytes,
             record.about.saved_at,
             row.number,
         ),
     ).fetchall()
     if not is_of_now:
         connection.execute(f"{_NOTE_CLOCK} WHERE number = ?", (row.number,))
-    return replace(row, version=record.version, head=head, unsaved=False, evicted=False)
+    count_bytes(connection, piece_bytes - row.piece_bytes)
+    return replace(row, version=record.version, head=head, unsaved=False, evicted=False, piece_bytes=piece_bytes)
 
 
 def insert_agent(connection: Connection, agent_id: str, *, last_used: float) -> AgentRow:
@@ -630,25 +635,28 @@ class AnswerIn(NamedTuple):
     version: int
 
 
+_ANSWER: Final = (
+    "SELECT 1, result, checksum FROM deliveries WHERE agent = ?1 AND key = ?2"
+    " UNION ALL SELECT 2, about, NULL FROM turns WHERE agent = ?1 AND delivery = ?2"
+)
+
+
 def read_answer(connection: Connection, agent: int, key: bytes) -> Mapping[str, Any] | AnswerIn | None:
     """The result (as JSON) that the delivery was given, or where it is.
 
     Raises:
         Damaged: it was given one, which is damaged or gone.
     """
-    row = connection.execute(
-        "SELECT result, expires, checksum FROM deliveries WHERE agent = ? AND key = ?", (agent, key)
-    ).fetchone()
-    if row is not None:
-        result, _, written = row
+    rows = connection.execute(_ANSWER, (agent, key)).fetchall()
+    if (row := next((row for row in rows if row[0] == 1), None)) is not None:
+        _, result, written = row
         with suppress(ValueError, TypeError):
             if row_checksum((agent, key, result)) == written:
                 version, text = result.split(" ", 1)
                 answer: Mapping[str, Any] | AnswerIn = json.loads(text) if text else AnswerIn(int(version))
                 return answer
         raise Damaged("the answer to this delivery is damaged")
-    made = connection.execute("SELECT about FROM turns WHERE agent = ? AND delivery = ?", (agent, key)).fetchone()
-    if made is not None and answer_until(made[0]) > time.time():
+    if rows and answer_until(rows[0][1]) > time.time():
         raise Damaged("this delivery has made a turn, and its answer is missing or forgotten")
     return None
 

@@ -29,7 +29,7 @@ from stoker_worker.memory.blocks import (
 )
 from stoker_worker.memory.database import Connection
 from stoker_worker.memory.eviction import DiskBudget
-from stoker_worker.memory.files import Chunk, allocated_bytes
+from stoker_worker.memory.files import Chunk, allocated_bytes, is_there
 from stoker_worker.memory.store_parts import NextVersion, StoreParts
 from stoker_worker.memory.transcripts import (
     FULL_EVERY,
@@ -222,15 +222,15 @@ class TurnSaver:
 
     def _save(self, turn: Turn, chain: BlockChain | None) -> int:
         """`chain`: of the tokens that are cached. Raises as `save`, and `CacheNotWritten`."""
-        # Asked before the files are written, too: the newest version's have the names of the next one's.
-        with self._database.snapshot() as connection:
-            check_base(turn.base, transcripts.find_agent(connection, turn.agent_id))
         sizes: dict[int, int] = {}
         pieces: Pieces = {}
+        if turn.cache is not None and chain is not None:
+            pieces = own_pieces(chain, turn.cache, turn.model.spec, self._pieces.paths(turn.agent_id, turn.version))
+        if any(map(is_there, pieces)):  # a crash left them, or they are a newer version's than `turn.base`
+            with self._database.snapshot() as connection:
+                check_base(turn.base, transcripts.find_agent(connection, turn.agent_id))
         try:
             if turn.cache is not None and chain is not None:
-                places = self._pieces.paths(turn.agent_id, turn.version)
-                pieces = own_pieces(chain, turn.cache, turn.model.spec, places)
                 sizes = self._blocks.save(chain, turn.cache, turn.model.spec)
             piece_bytes = self._pieces.write(pieces)
         except OSError as error:
@@ -238,8 +238,6 @@ class TurnSaver:
         written = _Written(turn, chain, record_of(turn, chain), json.dumps(turn.result), sizes, piece_bytes)
         try:
             self._parts.commit_next(written.next_version(), partial(self._commit, written=written))
-        except AgentVersionConflict:
-            raise  # the newest version's files may have the same names
         except Exception:
             self._pieces.remove(pieces)
             raise
@@ -252,7 +250,9 @@ class TurnSaver:
         now = record.about.saved_at
         row = transcripts.find_agent(connection, turn.agent_id)
         check_base(turn.base, row)
-        row = transcripts.write_version(connection, row, record, keep_versions=self._keep_versions)
+        row = transcripts.write_version(
+            connection, row, record, keep_versions=self._keep_versions, piece_bytes=written.piece_bytes
+        )
         if not turn.model.spec.full_layers:
             chain = None  # it has no blocks
         if chain is not None:
@@ -261,7 +261,6 @@ class TurnSaver:
             )
         if row.last_block is not None or (chain is not None and chain.n_blocks):
             cache_index.use_chain(connection, row.number, chain, now=now)
-        cache_index.set_piece_bytes(connection, row.number, written.piece_bytes, known=row.piece_bytes)
         assert record.delivery is not None  # a job made it
         until = record.about.answer_until
         transcripts.remember_answer(

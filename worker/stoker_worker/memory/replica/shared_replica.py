@@ -336,7 +336,6 @@ def adopt(
     if cache is not None and chain_of(cache, transcript.token_ids).last != cache.last_block:
         raise Damaged("its cache is not that of its tokens")
     cache_index.use_chain(connection, row.number, chain_of(cache, transcript.token_ids) if cache else None, now=now)
-    cache_index.set_piece_bytes(connection, row.number, 0)
     n_bytes = f"{transcripts.VERSION_BYTES} WHERE agent = ?2"
     sql = f"UPDATE agents SET last_used = ?1, transcript_bytes = ({n_bytes}) WHERE number = ?2"
     connection.execute(sql, (now, row.number))
