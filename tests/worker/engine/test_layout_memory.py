@@ -9,6 +9,7 @@ from tests.worker.engine.layouts import Layout, random_ids, run, work
 from tests.worker.engine.tiny_models import CONFIGS
 from tests.worker.memory.agents import problems_of
 
+from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import AgentVersion, Delivery, LoadedModel, Transcript, Turn
 
@@ -94,6 +95,34 @@ def test_the_ram_cache_restores_the_same_as_the_disk(name, kv_bits, tmp_path):
     last = with_ram.said[-1]
     assert with_ram.turn_in(store, last) == from_disk.turn(last)
     assert with_ram.source == "memory"
+    store.close()
+
+
+def in_ram(store, conversation):
+    model, ids = conversation.model, (*conversation.said[-1], 0)
+    return store.ram_cache.find(store.open_agent("agent"), BlockChain(model.fingerprint, None, ids), model.spec)
+
+
+def addresses(cache):
+    return [array.__array_interface__["data"][0] for pair in cache.layers for array in pair]
+
+
+def test_a_turn_goes_on_in_the_memory_of_the_turn_before(tmp_path):
+    """Unless something else still reads it, or the prompt is too long for it."""
+    layout, rng = Layout("llama", eos=False), random.Random(8)
+    conversation = Conversation(layout, tmp_path)
+    store = AgentCacheStore(tmp_path, memory_max_bytes=2**30)
+    prompt = tuple(random_ids(rng, 260))
+    conversation.turn_in(store, prompt, 4)
+    for n_new, is_read, moves in ((3, False, True), (3, True, False), (60, False, False), (3, False, True)):
+        before = in_ram(store, conversation)
+        there, view = addresses(before), before.layers if is_read else None
+        del before
+        prompt = (*conversation.said[-1], *random_ids(rng, n_new))
+        assert conversation.turn_in(store, prompt, 4) == (len(conversation.said[-2]), None)
+        assert conversation.source == "memory"
+        assert (addresses(in_ram(store, conversation)) == there) == moves
+        del view
     store.close()
 
 

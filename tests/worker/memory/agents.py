@@ -61,6 +61,11 @@ class ArrayRoom(PrefixRoom):
         for array in (array for pair in self.arrays for array in pair):
             array[:] = 77
 
+    is_viewed = False
+
+    def has_room_for(self, n_tokens: int) -> bool:
+        return n_tokens <= self.arrays[0][0].shape[1]
+
     def layers(self) -> tuple[LayerKV, ...]:
         return self.arrays
 

@@ -4,7 +4,7 @@ import dataclasses
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from tests.worker.memory.agents import (
     make_transcript,
     make_turn,
     only,
+    with_rooms,
 )
 
 from stoker_worker.memory.lookup import BlockLookup
@@ -82,12 +83,27 @@ def say_all(store: AgentCacheStore, names: str, n_tokens: int = 400) -> None:
         Agent(store, name).say(ids(n_tokens, seed=ord(name)))
 
 
-def in_ram(store: AgentCacheStore, names: str) -> str:
+def in_ram(store: AgentCacheStore, names: Iterable[str]) -> str:
     return "".join(name for name in names if name in store.ram_cache)
 
 
 def counted_bytes(store: AgentCacheStore) -> int:
     return sum(entry.n_bytes for entry in store.ram_cache._entries.values())
+
+
+def test_what_is_read_ahead_goes_to_the_engine_without_a_copy(opened: Callable[..., AgentCacheStore]) -> None:
+    model = with_rooms(MODEL)
+    Agent(opened(), model=model).say(LONG[:300])
+    agent = Agent(opened(), model=model)
+    agent.store.model_loaded(model)
+    agent.store.read_ahead(["agent"])
+    settle(agent.store)
+    room = agent.store.ram_cache._entries["agent"].cache.room
+    restored = agent.restore((*LONG[:300], 1, 2))
+    assert restored.source == "memory"
+    assert restored.prefix is not None
+    assert restored.prefix.room is room
+    assert not in_ram(agent.store, ["agent"])
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)

@@ -8,13 +8,14 @@ and 8-bit codes travel as elements of the spec's dtype.
 
 import time
 import weakref
+from collections.abc import Iterator
 from typing import Any, Final
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from stoker_worker.engine.kv_memory import room_for
+from stoker_worker.engine.kv_memory import GROW_STEPS, room_for
 from stoker_worker.engine.sequence import Sequence
 from stoker_worker.models.cache_probe import leaves
 from stoker_worker.ports import (
@@ -37,41 +38,57 @@ it; a pause for each small array would take longer than to make it."""
 class MlxRoom(PrefixRoom):
     """MLX arrays of (1, n_kv_heads, room, dim) per full-attention layer. Implements `PrefixRoom`."""
 
-    def __init__(self, spec: ModelCacheSpec, n_tokens: int, n_left: int) -> None:
-        """Room for a prompt of `n_tokens` and some of the `n_left` tokens of its answer."""
+    def __init__(
+        self, spec: ModelCacheSpec, n_tokens: int, n_left: int, arrays: list[tuple[mx.array, mx.array]] | None = None
+    ) -> None:
+        """Room for a prompt of `n_tokens` and some of the `n_left` tokens of its answer.
+
+        Args:
+            arrays: the pairs of a sequence that has ended; ``None`` makes new ones.
+        """
         self._views: list[weakref.ref[Array]] = []
-        room, dtype = room_for(n_tokens, n_left, is_shared=False), as_uint16_if_bfloat16(spec.dtype)
-        n_bytes = 0
+        self._arrays = list(arrays or _empty_pairs(spec, room_for(n_tokens, n_left, is_shared=False)))
+        self._dtypes = [mlx_dtype(layer, spec) for layer in spec.full_layers]
 
-        def empty(layer: LayerSpec, dim: int) -> mx.array:
-            nonlocal n_bytes
-            # It has no memory of its own: the system shows one page of zeros in all its places.
-            source = np.empty((1, layer.n_kv_heads, room, dim), dtype)
-            n_bytes += source.nbytes
-            if n_bytes >= _PAUSE_BYTES:
-                time.sleep(_PAUSE_S)
-                n_bytes = 0
-            return mx.array(source)
+    def has_room_for(self, n_tokens: int) -> bool:
+        return all(keys.shape[2] >= n_tokens + GROW_STEPS for keys, _ in self._arrays)
 
-        self._arrays = [
-            (empty(layer, layer.key_dim), empty(layer, layer.value_dim), mlx_dtype(layer, spec))
-            for layer in spec.full_layers
-        ]
+    @property
+    def is_viewed(self) -> bool:
+        return any(view() is not None for view in self._views)
 
     def layers(self) -> tuple[LayerKV, ...]:
-        return tuple((self._view(keys), self._view(values)) for keys, values, _ in self._arrays)
+        return tuple((self._view(keys), self._view(values)) for keys, values in self._arrays)
 
     def take(self) -> list[tuple[Any, Any]]:
-        if any(view() is not None for view in self._views):
+        if self.is_viewed:
             raise ValueError("the memory of a restored cache is still in use")
         arrays, self._arrays = self._arrays, []
-        return [(keys.view(dtype), values.view(dtype)) for keys, values, dtype in arrays]
+        dtypes = self._dtypes if arrays else []
+        return [(keys.view(as_), values.view(as_)) for (keys, values), as_ in zip(arrays, dtypes, strict=True)]
 
     def _view(self, array: mx.array) -> Array:
         view = np.asarray(array)
         self._views.append(weakref.ref(view))
         row: Array = view[0]
         return row
+
+
+def _empty_pairs(spec: ModelCacheSpec, room: int) -> Iterator[tuple[mx.array, mx.array]]:
+    n_bytes = 0
+
+    def empty(layer: LayerSpec, dim: int) -> mx.array:
+        nonlocal n_bytes
+        # It has no memory of its own: the system shows one page of zeros in all its places.
+        source = np.empty((1, layer.n_kv_heads, room, dim), as_uint16_if_bfloat16(spec.dtype))
+        n_bytes += source.nbytes
+        if n_bytes >= _PAUSE_BYTES:
+            time.sleep(_PAUSE_S)
+            n_bytes = 0
+        return mx.array(source)
+
+    for layer in spec.full_layers:
+        yield empty(layer, layer.key_dim), empty(layer, layer.value_dim)
 
 
 def mlx_dtype(layer: LayerSpec, spec: ModelCacheSpec) -> mx.Dtype:
@@ -88,7 +105,7 @@ def prefix_to_caches(model: Any, prefix: SequenceCache, spec: ModelCacheSpec) ->
     """
     caches: list[Any] = make_prompt_cache(model)
     room = prefix.room
-    if room is None:
+    if room is None or prefix.layers:
         prefix.copied_into(room := MlxRoom(spec, prefix.n_tokens, 0))
     layers = iter(room.take())
     states = (state for snapshot in prefix.snapshots[-1:] for state in snapshot.states)
@@ -137,15 +154,15 @@ def slice_caches(
     """
     dtype = mx.uint16 if spec.dtype == "bfloat16" else getattr(mx, spec.dtype)
     pairs = [
-        [cache.keys.view(dtype), cache.values.view(dtype)]
+        (cache.keys.view(dtype), cache.values.view(dtype))
         for cache, layer in zip(leaves(caches), spec.layers, strict=True)
         if layer.kind == LayerKind.FULL
     ]
     mx.eval(pairs)
-    layers: tuple[LayerKV, ...] = tuple(
-        (np.asarray(keys)[0, :, :n_tokens], np.asarray(values)[0, :, :n_tokens]) for keys, values in pairs
-    )
-    return SequenceCache(n_tokens, layers, snapshots)
+    room = MlxRoom(spec, n_tokens, 0, pairs)
+    del pairs
+    layers = tuple((keys[:, :n_tokens], values[:, :n_tokens]) for keys, values in room.layers())
+    return SequenceCache(n_tokens, layers, snapshots, room)
 
 
 def take_snapshot(caches: list[Any], n_tokens: int, spec: ModelCacheSpec) -> Snapshot:

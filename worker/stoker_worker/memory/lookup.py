@@ -345,11 +345,24 @@ class PrefixLookup:
             return in_ram or self._from_disk(lookup, own, other)
 
     def _from_ram(self, lookup: Lookup, own: AgentBlocks, other: str | None) -> Restored | None:
-        """The prefix in RAM; ``None`` when the disk may have a longer one."""
-        cache = self._ram_cache.find(own.owner, lookup.prompt, lookup.model.spec) if own.owner else None
+        """The prefix in RAM; ``None`` when the disk may have a longer one.
+
+        The engine goes on in the arrays that are there, if the prompt fits into them and no one else uses them; else it
+        gets a copy.
+        """
+        if own.owner is None:
+            return None
+        cache = self._ram_cache.find(own.owner, lookup.prompt, lookup.model.spec)
         if cache is None or cache.n_tokens < self._most_on_disk(lookup, own):
             return None
         reason = self._report(lookup, own, FoundOnDisk(cache), other if cache.n_tokens < lookup.limit else None)
+        room = cache.room
+        if lookup.is_saved and room is not None and room.has_room_for(len(lookup.prompt.token_ids)):
+            self._ram_cache.drop(own.owner.agent_id)
+            cache = replace(cache, layers=())
+            if not room.is_viewed:
+                return Restored(cache, "memory", miss_reason=reason)  # the turn gives it back
+            cache = replace(cache, layers=room.layers()).up_to(cache.n_tokens)
         room = lookup.make_room(cache.n_tokens)
         return Restored(cache if room is None else cache.copied_into(room), "memory", miss_reason=reason)
 

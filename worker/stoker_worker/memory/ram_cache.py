@@ -1,8 +1,8 @@
 """Keeps recently used agents' caches in RAM, so that their next turn skips the disk. Any thread; one lock, which is not
 held while arrays are copied.
 
-Entries hold arrays that others made anyway: those that a restore assembled or that a turn handed over. The engine gets
-a copy in memory of its own.
+Entries hold arrays that others made anyway: those that a restore assembled or that a turn handed over. The agent's next
+turn takes them out again (`lookup.py`).
 """
 
 import logging

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, Self
 
 from stoker_worker.memory import cache_index, transcripts
@@ -20,8 +21,8 @@ from stoker_worker.memory.database import Connection, Damaged
 from stoker_worker.memory.lookup import AgentBlocks, BlockLookup, load_snapshot, n_readers
 from stoker_worker.memory.ram_cache import RamCache, RamCacheEntry
 from stoker_worker.memory.store_parts import StoreParts
-from stoker_worker.ports import AgentVersion, CachedPrefix, LoadedModel, SequenceCache, Snapshot
-from stoker_worker.ports.cache_spec import ModelCacheSpec
+from stoker_worker.ports import AgentVersion, CachedPrefix, LoadedModel, PrefixRoom, SequenceCache, Snapshot
+from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ModelCacheSpec
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,17 @@ class WholeCache:
         """In RAM."""
         return self.cache.tokens * self.spec.bytes_per_token + sum(map(self.spec.snapshot_bytes, self.cache.snapshots))
 
-    def read(self, parts: StoreParts, n_readers: int, before_each: Callable[[], None]) -> RamCacheEntry | None:
+    def read(
+        self,
+        parts: StoreParts,
+        n_readers: int,
+        before_each: Callable[[], None],
+        make_room: Callable[[int], PrefixRoom | None] | None = None,
+    ) -> RamCacheEntry | None:
         """The cache, verified; ``None`` unless all files are whole.
 
         Args:
-            n_readers, before_each: as in `BlockLookup`; called before each snapshot too.
+            n_readers, before_each, make_room: as in `BlockLookup`; `before_each` is called before each snapshot too.
         """
         agent, cache, spec = self.agent, self.cache, self.spec
         own = AgentBlocks.of(agent, parts.pieces)
@@ -73,7 +80,9 @@ class WholeCache:
             return None
         found = SequenceCache(cache.tokens, ())
         if spec.full_layers:
-            lookup = BlockLookup(chain, cache.tokens, spec, own, parts.blocks.path_of, n_readers, before_each)
+            lookup = BlockLookup(
+                chain, cache.tokens, spec, own, parts.blocks.path_of, n_readers, before_each, make_room
+            )
             found = lookup.run().cache
             if found.n_tokens < cache.tokens:
                 return None
@@ -229,9 +238,12 @@ class ReadAhead:
                 if not is_next and found.n_bytes <= self._ram_cache.max_bytes:
                     self._fills = False  # the RAM cache is full
                 return None
-            entry = found.read(self._parts, n_readers(True) if model is None else 1, self._check)
+            make_room = None if model is None else partial(model.make_room, n_left=BLOCK_TOKENS)
+            entry = found.read(self._parts, n_readers(True) if model is None else 1, self._check, make_room)
         if entry is None:
             self._note_size(agent_id, 0)
+        elif not self._ram_cache.reserve(entry.n_bytes):  # with the room for the next turn
+            return None
         return entry
 
     def _check(self) -> None:

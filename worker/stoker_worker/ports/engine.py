@@ -71,8 +71,17 @@ transcript), or `max_tokens`."""
 
 
 class PrefixRoom(Protocol):
-    """Memory of the engine for one sequence's full-attention cache. A restored prefix is read straight into it, and the
-    engine goes on in it. Any thread, one at a time."""
+    """Memory of the engine for one sequence's full-attention cache. A restored prefix is read straight into it, the
+    engine goes on in it and gives it back at the sequence's end. Any thread, one at a time."""
+
+    def has_room_for(self, n_tokens: int) -> bool:
+        """True if a prompt of so many tokens and the beginning of an answer fit."""
+        ...
+
+    @property
+    def is_viewed(self) -> bool:
+        """True while there are views of its arrays: the engine cannot take it."""
+        ...
 
     def layers(self) -> tuple[LayerKV, ...]:
         """Writable arrays, one pair per full-attention layer, with more tokens than the prompt has. They hold anything
@@ -111,7 +120,7 @@ class SequenceCache:
 
     Attributes:
         layers: one array pair of `n_tokens` tokens per full-attention layer (`ModelCacheSpec.full_layers`); they need
-            not be contiguous. Empty if `room` has them.
+            not be contiguous. On its way to the engine they are copied; empty if it goes on in `room`.
         snapshots: in the order of their tokens; none lies after `n_tokens`. The engine goes on from the last one, which
             has to be at `n_tokens` then.
         room: holds the cache from its first token on.

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from stoker_shared.text import one_line
 from stoker_worker.engine.generator import Prefilled, SequenceStart, TakenOut, TokenOutput
-from stoker_worker.engine.kv_memory import room_for
+from stoker_worker.engine.kv_memory import GROW_STEPS, room_for
 from stoker_worker.engine.rows.attention import ChunkCache, install
 from stoker_worker.engine.rows.decode_batch import DecodeBatch
 from stoker_worker.engine.rows.row import Joiner, Row
@@ -54,7 +54,7 @@ class PrefillRow:
         tokens = list(start.cached_ids)
         n_shared = 0 if start.prefix is None else start.prefix.n_tokens
         n_own = len(tokens) + sum(map(len, segments)) - n_shared
-        _make_room(caches, spec, room_for(n_own, start.max_tokens, is_shared=False), n_shared)
+        _make_room(caches, spec, n_own, start.max_tokens, n_shared)
         return cls(uid, start, caches, tokens, segments, start.prefix)
 
     @property
@@ -144,18 +144,22 @@ class PrefillRows:
         mx.eval([cache.state for row in self.rows for cache in row.caches])
 
 
-def _make_room(caches: list[Any], spec: ModelCacheSpec, n_tokens: int, n_shared: int) -> None:
-    """Let the caches of full attention hold `n_tokens` tokens, or each chunk would copy all chunks before it.
+def _make_room(caches: list[Any], spec: ModelCacheSpec, n_tokens: int, n_left: int, n_shared: int) -> None:
+    """Let the caches of full attention hold `n_tokens` tokens, or each chunk would copy all chunks before it. New ones
+    have room for some of `n_left` more, too.
 
     Their first `n_shared` tokens are dropped.
 
     Evaluated, because a copy of another row's cache that is yet to be made would keep that row from being updated in
     place.
     """
+    room = room_for(n_tokens, n_left, is_shared=False)
+    least = min(room, n_tokens + GROW_STEPS)  # then a row grows while it decodes
     for cache, layer in zip(leaves(caches), spec.layers, strict=True):
         if layer.kind == LayerKind.FULL:
+            shape = (1, layer.n_kv_heads, room)
             cache.keys, cache.values = (
-                _moved(array, range(n_shared, cache.offset), (1, layer.n_kv_heads, n_tokens, dim), layer, spec)
+                _moved(array, range(n_shared, cache.offset), (*shape, dim), layer, spec, least=least)
                 for array, dim in ((cache.keys, layer.key_dim), (cache.values, layer.value_dim))
             )
             cache.offset -= n_shared
@@ -163,10 +167,11 @@ def _make_room(caches: list[Any], spec: ModelCacheSpec, n_tokens: int, n_shared:
 
 
 def _moved(
-    array: mx.array | None, kept: range, shape: tuple[int, ...], layer: LayerSpec, spec: ModelCacheSpec
+    array: mx.array | None, kept: range, shape: tuple[int, ...], layer: LayerSpec, spec: ModelCacheSpec, *, least: int
 ) -> mx.array:
-    """An array of `shape` at least that begins with the tokens `kept` of `array`: the same one, if it will do."""
-    if array is not None and not kept.start and array.shape[2] >= shape[2]:
+    """An array that begins with the tokens `kept` of `array`: the same one if it has room for `least` tokens, else a
+    new one of `shape`."""
+    if array is not None and not kept.start and array.shape[2] >= least:
         return array
     other = mx.zeros(shape, getattr(mx, spec.dtype)).view(mlx_dtype(layer, spec))
     if array is not None:
