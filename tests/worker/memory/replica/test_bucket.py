@@ -189,12 +189,15 @@ def test_a_large_version_has_more_time(share: Share, monkeypatch: pytest.MonkeyP
 def test_a_version_in_a_folder_outlives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[Path] = []
     monkeypatch.setattr(bucket_module, "sync", lambda path, to_platter=False: synced.append(path))
-    bucket = Bucket(f"file://{tmp_path}")
-    for _ in range(2):  # also where an earlier try has made it, and nobody knows how far it came
+    folders = [tmp_path / name for name in ("agents/ab/abcd", "agents/ab", "agents", "")]
+    for _ in range(2):  # also where an earlier process has made it, and nobody knows how far it came
+        bucket = Bucket(f"file://{tmp_path}")
         synced.clear()
         bucket.create("agents/ab/abcd/1.json", b"{}")
-        folders = [tmp_path / name for name in ("agents/ab/abcd", "agents/ab", "agents", "")]
         assert synced == [folders[0] / "1.json", *folders]
+    synced.clear()
+    bucket.create("agents/ab/abcd/2.json", b"{}")
+    assert synced == [folders[0] / "2.json", folders[0]]
 
 
 def test_the_password_of_an_endpoint_is_in_no_message(

@@ -12,7 +12,8 @@ from tests.worker.memory.replica.sharing import BOTH, Machine, Share
 from stoker_shared.errors import SharedStoreAway, StoreUnusable
 from stoker_worker.cli.main import main
 from stoker_worker.memory.replica import sharing
-from stoker_worker.memory.replica.bucket import Bucket
+from stoker_worker.memory.replica.bucket import Bucket, Stored
+from stoker_worker.memory.replica.versions import first_folder, version_name
 from stoker_worker.memory.store_parts import opened
 
 LONG = ids(2000)
@@ -89,6 +90,42 @@ def test_an_interrupted_share_goes_on(
     assert share_store(tmp_path / "one", share)[1] == {"agents": 5, "put": 4, "n_refused": 0, "refused": {}}
     two = machine("two")
     assert [two.agent(f"agent{n}").open().number for n in range(5)] == [20] * 5
+
+
+def test_the_agents_of_a_page_are_looked_for_by_one_list(
+    share: Share, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before they are put, and after: a list for each agent takes longer than the puts."""
+    alike = [name for n in range(2000) if first_folder(name := f"agent{n}") == "agents/00"]
+    say_alone(tmp_path / "one", **dict.fromkeys(alike, 2))
+    lists = []
+
+    def listed(bucket: Bucket, folder: str, limit_s: float | None = None, **inside: str | None) -> list[Stored]:
+        lists.append(folder)
+        return real(bucket, folder, limit_s, **inside)
+
+    real = Bucket.listed
+    monkeypatch.setattr(Bucket, "listed", listed)
+    assert share_store(tmp_path / "one", share)[1]["put"] == len(alike) > 3
+    assert lists.count("agents/00") == 2
+    assert share_store(tmp_path / "one", share)[1]["put"] == 0
+    assert lists.count("agents/00") == 3
+
+
+@pytest.mark.parametrize("number", [3, 40])
+def test_an_agent_that_another_worker_makes_at_the_same_time_is_named(
+    share: Share, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    say_alone(tmp_path / "one", agent=20)  # of which the last ones are needed
+
+    def create(bucket: Bucket, name: str, content: bytes) -> bool:
+        if name == version_name("agent", 20):
+            real(bucket, version_name("agent", number), content)
+        return real(bucket, name, content)
+
+    real = Bucket.create
+    monkeypatch.setattr(Bucket, "create", create)
+    assert list(share_store(tmp_path / "one", share)[1]["refused"]) == ["agent"]
 
 
 def test_agents_that_are_other_ones_there_are_named_and_stay_as_they_are(

@@ -17,7 +17,6 @@ from concurrent.futures import TimeoutError as TookTooLong
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -48,6 +47,7 @@ READ_LIMIT_S: Final = 10.0
 CACHE_LIMIT_S: Final = 60.0
 """For what nobody waits for."""
 _MOST_HANGING: Final = 32
+_MOST_DURABLE: Final = 2**16
 _HALF_WRITTEN: Final = re.compile(r".+\.(?:json|safetensors)#[0-9]+")
 """As obstore names a file in a folder until it is whole."""
 
@@ -86,6 +86,7 @@ class Bucket:
         self.landmark: str | None = None
         self._commit_limit_s = commit_limit_s
         self._hanging = 0
+        self._durable: set[Path] = set()  # folders whose names are durable
         self._lock = threading.Lock()
         check_url(url)
         self.lags = url.startswith("file:")
@@ -122,7 +123,7 @@ class Bucket:
             except (self._errors.AlreadyExistsError, self._errors.PreconditionError):
                 is_new = False
             if self._folder is not None:  # also if an earlier try made it, and ended before this
-                _make_durable(self._folder, name)
+                self._make_durable(self._folder, name)
             return is_new
 
         return self._timed(put, self._limit_for(content))
@@ -170,12 +171,18 @@ class Bucket:
 
         return self._timed(look, self._commit_limit_s)
 
-    def listed(self, folder: str, limit_s: float | None = None, *, after: str | None = None) -> list[Stored]:
-        """The objects below a folder, by name. `after`: only those whose names follow this one. Raises `BucketAway`."""
+    def listed(
+        self, folder: str, limit_s: float | None = None, *, after: str | None = None, until: str | None = None
+    ) -> list[Stored]:
+        """The objects below a folder, by name. `after`: only those whose names follow this one; `until`: and do not
+        follow this one. Raises `BucketAway`."""
 
         def look() -> list[Stored]:
-            found = chain.from_iterable(self._api.list(self._store, prefix=folder, offset=after))
-            stored = [_stored(x) for x in found]
+            stored, last = [], until or "~"
+            for page in self._api.list(self._store, prefix=folder, offset=after):
+                stored += [_stored(x) for x in page if x["path"] <= last]
+                if not self.lags and page and page[-1]["path"] > last:  # a bucket lists by name
+                    break
             if not stored:
                 self._check_mounted()
             return sorted(stored, key=lambda x: x.name)
@@ -220,6 +227,20 @@ class Bucket:
 
         return self._timed(look, limit_s)
 
+    def _make_durable(self, top: Path, name: str) -> None:
+        """The file, its name, and the names of the folders that were made for it. Raises `OSError`."""
+        sync(top / name)
+        made = []
+        for folder in (top / name).parents:
+            is_known = folder == top or folder in self._durable
+            sync(folder, to_platter=is_known)
+            if is_known:
+                break
+            made.append(folder)
+        if len(self._durable) > _MOST_DURABLE:
+            self._durable = set()
+        self._durable.update(made)
+
     def _limit_for(self, content: bytes) -> float:
         return self._commit_limit_s + len(content) / _SLOWEST_BPS
 
@@ -263,16 +284,6 @@ class Bucket:
 
 def _stored(meta: Any) -> Stored:
     return Stored(meta["path"], meta["size"], meta["last_modified"].timestamp())
-
-
-def _make_durable(folder: Path, name: str) -> None:
-    """The file, its name, and the names of the folders that were made for it. Raises `OSError`."""
-    path = folder / name
-    sync(path)
-    for parent in path.parents:
-        sync(parent, to_platter=parent == folder)
-        if parent == folder:
-            return
 
 
 def check_url(url: str) -> None:

@@ -1,15 +1,17 @@
 """Shares an existing store: puts its agents into a shared store that lacks them. A command of the shell, which has the
 store's lock.
 
-Goes through the agents in pages, so memory does not grow with the store. What is there already is compared and not put
-again, so after an interruption it goes on. An agent that is another one there is named, and stays as it is on both
-sides: then the store is not noted as shared, and no worker starts with it.
+Goes through the agents in pages, in the order of their names there: memory does not grow with the store, and one list
+tells what a page has there. What is there already is compared and not put again, so after an interruption it goes on.
+An agent that is another one there is named, and stays as it is on both sides: then the store is not noted as shared,
+and no worker starts with it.
 """
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import Final
 
 from stoker_shared.errors import VersionTaken
@@ -17,13 +19,14 @@ from stoker_worker.memory import cache_index, transcripts
 from stoker_worker.memory.database import Connection, Damaged, write_note
 from stoker_worker.memory.replica.bucket import MARKER, Bucket, identify
 from stoker_worker.memory.replica.shared_replica import checksum_of
-from stoker_worker.memory.replica.versions import Emptied, SharedVersion, Versions
+from stoker_worker.memory.replica.versions import Emptied, SharedVersion, Versions, first_folder
 from stoker_worker.memory.store_parts import NextVersion, StoreParts
 from stoker_worker.memory.transcripts import IS_OF_SESSION, AgentRow, TurnRecord
 
-_PAGE: Final = 64
-_THREADS: Final = 8
+_PAGE: Final = 256
+_THREADS: Final = 16
 _MOST_NAMED: Final = 1000
+_ANOTHER: Final = "there is another agent of this id there"
 
 
 @dataclass
@@ -50,16 +53,13 @@ def share(parts: StoreParts, bucket: Bucket, *, on_page: Callable[[Shared], obje
         StoreUnusable: it is no shared store, and cannot be one.
         BucketAway, OSError, Damaged: another call goes on.
     """
-    note, done, last = identify(bucket, is_new=True), Shared(), 0
+    note, done, last = identify(bucket, is_new=True), Shared(), b""
     bucket.landmark = MARKER
     versions = Versions(bucket)
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="shared-store") as threads:
         while page := _page(parts, last):
-            names = [agent_id for _, agent_id in page]
-            for agent_id, outcome in zip(
-                names, threads.map(partial(_share_agent, parts, versions), names), strict=True
-            ):
-                _count(done, agent_id, outcome)
+            for _, names in groupby((agent_id for _, agent_id in page), key=first_folder):
+                _share_page(parts, versions, list(names), threads, done)
             last = page[-1][0]
             on_page(done)
     if not done.n_refused:
@@ -67,13 +67,25 @@ def share(parts: StoreParts, bucket: Bucket, *, on_page: Callable[[Shared], obje
     return done
 
 
-def _page(parts: StoreParts, last: int) -> list[tuple[int, str]]:
-    sql = f"SELECT number, agent_id FROM agents WHERE number > ? AND NOT {IS_OF_SESSION} ORDER BY number LIMIT ?"
+def _page(parts: StoreParts, last: bytes) -> list[tuple[bytes, str]]:
+    sql = f"SELECT key, agent_id FROM agents WHERE key > ? AND NOT {IS_OF_SESSION} ORDER BY key LIMIT ?"
     with parts.database.snapshot() as connection:
         return connection.execute(sql, (last, _PAGE)).fetchall()
 
 
-def _count(done: Shared, agent_id: str, outcome: int | str) -> None:
+def _share_page(
+    parts: StoreParts, versions: Versions, names: list[str], threads: ThreadPoolExecutor, done: Shared
+) -> None:
+    before = versions.numbers_of(names)
+    outcomes = list(threads.map(lambda name: _share_agent(parts, versions, name, max(before[name], default=0)), names))
+    put = {name: set(outcome) for name, outcome in zip(names, outcomes, strict=True) if not isinstance(outcome, str)}
+    after = versions.numbers_of(names) if any(put.values()) else before
+    for name, outcome in zip(names, outcomes, strict=True):
+        is_mixed = name in put and bool(after[name] - before[name] - put[name])  # another worker has put some just now
+        _count(done, name, _ANOTHER if is_mixed else outcome)
+
+
+def _count(done: Shared, agent_id: str, outcome: list[int] | str) -> None:
     if isinstance(outcome, str):
         done.n_refused += 1
         if len(done.refused) < _MOST_NAMED:
@@ -83,29 +95,35 @@ def _count(done: Shared, agent_id: str, outcome: int | str) -> None:
         done.put += bool(outcome)
 
 
-def _share_agent(parts: StoreParts, versions: Versions, agent_id: str) -> int | str:
-    """How many versions were put, or why the agent is not shared. Raises `BucketAway`, `OSError`."""
+def _share_agent(parts: StoreParts, versions: Versions, agent_id: str, newest: int) -> list[int] | str:
+    """Put the versions after the newest one there.
+
+    Returns:
+        their numbers, or why the agent is not shared.
+
+    Raises:
+        BucketAway, OSError: not all of them are there.
+    """
     try:
-        newest = versions.newest(agent_id, 0)
         there = versions.get(agent_id, newest) if newest else None
         with parts.database.snapshot() as connection:
             row = transcripts.find_agent(connection, agent_id)
             if row is None or not row.version:
-                return 0
+                return []
             here = _chain(connection, row)
             ours = checksum_of(connection, row, newest)
         if newest >= row.version:
             at_ours = there if newest == row.version else versions.get(agent_id, row.version)
-            return 0 if at_ours is not None and at_ours.head == row.head else "there is another agent of this id there"
+            return [] if at_ours is not None and at_ours.head == row.head else _ANOTHER
         begins_again = there is not None and there.record is None and _keeps_nothing(here, newest + 1)
         if there is not None and not begins_again and there.head != ours:
-            return "there is another agent of this id there"
+            return _ANOTHER
         missing = [version for version in here if version.next.number > newest]
         for version in missing:
-            versions.put(version, is_last=version is missing[-1])
-        return len(missing)
+            versions.create(version)
+        return [version.next.number for version in missing]
     except VersionTaken:
-        return "there is another agent of this id there"
+        return _ANOTHER
     except Emptied:
         return "an agent of this id was forgotten there"
     except Damaged as damage:

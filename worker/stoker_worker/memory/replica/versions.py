@@ -8,7 +8,7 @@ is never removed. So after each put the names above it are listed: if there is o
 import base64
 import binascii
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 
 from stoker_shared.errors import VersionTaken
 from stoker_worker.memory.database import Damaged, checksum, key_of
-from stoker_worker.memory.replica.bucket import FORMAT, READ_LIMIT_S, Bucket, Stored
+from stoker_worker.memory.replica.bucket import CACHE_LIMIT_S, FORMAT, READ_LIMIT_S, Bucket, Stored
 from stoker_worker.memory.store_parts import NextVersion
 from stoker_worker.memory.transcripts import COLUMNS, FULL_EVERY, Ended, TurnRecord
 
@@ -31,6 +31,11 @@ _NAMES: Final = COLUMNS.split(", ")
 def versions_folder(agent_id: str) -> str:
     key = key_of(agent_id).hex()
     return f"{AGENTS}/{key[:2]}/{key}"
+
+
+def first_folder(agent_id: str) -> str:
+    """Where the folders of about one agent in 256 are."""
+    return versions_folder(agent_id).rpartition("/")[0]
 
 
 def version_name(agent_id: str, version: int) -> str:
@@ -156,6 +161,16 @@ class Versions:
             newest += 1
         return newest
 
+    def numbers_of(self, agents: Sequence[str]) -> dict[str, set[int]]:
+        """Of each of some agents that have one `first_folder`, by one list of all that are between them."""
+        of = {versions_folder(agent_id): agent_id for agent_id in agents}
+        found: dict[str, set[int]] = {agent_id: set() for agent_id in agents}
+        inside = {"after": f"{min(of)}/", "until": f"{max(of)}/~"}
+        for stored in self._bucket.listed(first_folder(agents[0]), CACHE_LIMIT_S, **inside):
+            if (agent_id := of.get(stored.name.rpartition("/")[0])) and (number := number_in(stored.name)):
+                found[agent_id].add(number)
+        return found
+
     def get(self, agent_id: str, number: int) -> SharedVersion | None:
         """``None``: there is no such version. Raises `Damaged`, `Emptied`."""
         content = self._bucket.get(version_name(agent_id, number), READ_LIMIT_S)
@@ -194,9 +209,16 @@ class Versions:
                 raise Damaged(f"version {version.next.number} does not follow the one before it")
         return found, follows
 
-    def put(self, version: SharedVersion, *, is_last: bool = True) -> None:
-        """Make it the agent's newest version. `is_last`: no next one follows at once. Raises `VersionTaken`: there is
-        another one of its number, or a newer one."""
+    def put(self, version: SharedVersion) -> None:
+        """Make it the agent's newest version. Raises `VersionTaken`: there is another one of its number, or a newer
+        one."""
+        self.create(version)
+        agent_id, number = version.next.agent_id, version.next.number
+        if (newest := self.newest(agent_id, number)) > number:
+            raise VersionTaken(f"another worker has made version {newest} of agent {agent_id!r}")
+
+    def create(self, version: SharedVersion) -> None:
+        """As `put`, but a newer one is not looked for."""
         agent_id, number = version.next.agent_id, version.next.number
         name, content = version_name(agent_id, number), version.encode()
         if not self._bucket.create(name, content):
@@ -205,8 +227,6 @@ class Versions:
                 raise self._bucket.away(f"{name} is there and is not")
             if there != content:  # else the reply to an earlier try was lost
                 raise VersionTaken(f"another worker has made version {number} of agent {agent_id!r}")
-        if is_last and (newest := self.newest(agent_id, number)) > number:
-            raise VersionTaken(f"another worker has made version {newest} of agent {agent_id!r}")
 
     def made_at(self, agent_id: str, number: int) -> float | None:
         """Unix time, by the clock there; ``None``: it is not there."""
