@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 import time
 
 import pytest
@@ -172,6 +173,11 @@ def test_arguments_are_json_text_whatever_is_in_them():
     assert "日本" in called(call('{"x": "日本"}')).tool_calls[0].function.arguments
 
 
+def test_a_number_that_no_double_holds_is_the_nearest_one_that_does():
+    (found,) = called(call('{"x": [1e999, -1e999, 2.5]}')).tool_calls
+    assert json.loads(found.function.arguments) == {"x": [sys.float_info.max, -sys.float_info.max, 2.5]}
+
+
 @pytest.mark.parametrize("own", ["\\ud800", "x" * 65, "a\\nb"])
 def test_an_id_of_the_models_that_no_message_can_carry_is_replaced(own):
     (found,) = called(call(id=own)).tool_calls
@@ -233,6 +239,7 @@ OBJECT = {"response_format": {"type": "json_object"}}
         (OBJECT, "stop", '{"a": 1}', None),
         (OBJECT, "eos", "a scripted answer", None),
         (OBJECT, "eos", '{"a": NaN}', None),
+        (OBJECT, "eos", '{"a": -1e999}', {"a": -sys.float_info.max}),
         (OBJECT, "eos", "[" * 100_000, None),
         ({"response_format": {"type": "text"}}, "eos", "{}", None),
         ({"guide": {"regex": "[0-9]+"}}, "eos", "12", None),

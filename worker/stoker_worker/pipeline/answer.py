@@ -6,6 +6,8 @@ instead.
 
 import hashlib
 import json
+import math
+import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -272,10 +274,20 @@ def _read(call: Any) -> tuple[str, str, str | None]:
         raise ValueError("the arguments of a call are an object")
     if _is_deeper(arguments, _MOST_LEVELS):
         raise ValueError(f"the arguments of the call are nested more than {_MOST_LEVELS} levels deep")
+    arguments = _in_range(arguments)
     written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     if any("\ud800" <= letter <= "\udfff" for letter in written):
         written = json.dumps(arguments, allow_nan=False)
     return name, written, own_id if _is_id(own_id := call.get("id")) else None
+
+
+def _in_range(value: Any) -> Any:
+    """The value with the nearest numbers that a double holds: a grammar lets 1e999 pass."""
+    if isinstance(value, dict):
+        return {name: _in_range(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_in_range(item) for item in value]
+    return math.copysign(sys.float_info.max, value) if isinstance(value, float) and math.isinf(value) else value
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
@@ -300,7 +312,7 @@ def parsed_answer(request: GenerationRequest, completion: CompletedGeneration, c
     if not request.is_formed or completion.ended_by != "eos":
         return None
     try:
-        return json.loads(content, parse_constant=_refuse)
+        return json.loads(content, parse_constant=_refuse, parse_float=lambda digits: _in_range(float(digits)))
     except (ValueError, RecursionError):  # a schema may nest without end
         return None
 
