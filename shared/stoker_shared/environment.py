@@ -58,7 +58,7 @@ def settings_file(named: object) -> Path | None:
     if named is None:
         usual = Path(USUAL_PLACE).expanduser()
         return usual if usual.exists() else None
-    return Path(str(named)).expanduser() if str(named) else None
+    return None if str(named) in ("", ".") else Path(str(named)).expanduser()  # click makes a path of an empty text
 
 
 def read_settings_file(path: Path, known: Collection[str]) -> dict[str, Any]:

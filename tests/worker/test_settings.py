@@ -139,6 +139,8 @@ def test_the_file_in_the_usual_place_is_read_unless_another_one_or_none_is_named
     monkeypatch.setenv("STOKER_CONFIG", str(tmp_path / "other.toml"))
     assert read_settings({}).max_batch is None
     assert read_settings({"config": ""}).max_batch is None
+    usual.write_text("not TOML")
+    assert CliRunner().invoke(main, ["config", "--config", ""]).exit_code == 0
 
 
 @pytest.mark.parametrize(
