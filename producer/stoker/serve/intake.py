@@ -134,13 +134,15 @@ def call_jobs(raw: list[bytes], head: CallHead, settings: ServeSettings) -> Call
 
 
 def _with_head(fields: Mapping[str, Any], head: CallHead) -> dict[str, Any]:
-    """Callers with tokens of their own share no caches."""
+    """Callers with tokens of their own share no caches, and no job by its key."""
     known = {**fields, **head.fields}
     if "session" in head.fields:
         known["session"] = session_name(head.fields["session"])
     settle_memory(known)
     if "agent_id" not in known and head.owner != ANYBODY:
         known["cache_salt"] = f"{head.owner} {known.get('cache_salt', '')}"
+    elif head.key is not None and head.owner != ANYBODY:
+        known["metadata"] = {"token": head.owner}
     return known
 
 

@@ -327,6 +327,16 @@ def test_callers_with_tokens_of_their_own_share_no_caches(serve, hand):
     assert salts[0] == salts[2] != salts[1]
 
 
+def test_callers_with_tokens_of_their_own_share_no_job_by_its_key(serve, hand):
+    serving = serve(tokens=Tokens([("ann", "a" * 16), ("bob", "b" * 16)]))
+    ann, bob = serving.client("a" * 16), serving.client("b" * 16)
+    for agent in ({}, {"X-Stoker-Agent": "shared"}):
+        headers = {"Idempotency-Key": f"of-ann-{len(agent)}", **agent}
+        assert ask(ann, "say x", extra_headers=headers).id == ask(ann, "say x", extra_headers=headers).id
+        with pytest.raises(openai.ConflictError):
+            ask(bob, "say x", extra_headers=headers)
+
+
 def test_an_agent_in_a_header_may_have_any_name(served, hand):
     headers = {b"x-stoker-agent": "é/🙂".encode()}
     answer = httpx.post(f"{served.url}/v1/completions", json={"model": "m", "prompt": "say x"}, headers=headers)
