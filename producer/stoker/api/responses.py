@@ -261,7 +261,7 @@ class Responses:
             (fields,),
             str(body.get("model")),
             is_streamed,
-            _echo(body, fields, previous),
+            {**_echo(body, fields, previous), "background": background},
             is_stored=store,
             is_background=background,
             continues=previous,

@@ -13,7 +13,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Final, Generic, Literal, Protocol, TypeVar
@@ -357,7 +357,7 @@ class ResponseStore(OwnedFolders[StoredResponse]):
         return found
 
     def remove(self, response_id: str) -> None:
-        shutil.rmtree(self.folder / response_id, ignore_errors=True)
+        self._discard(self.folder / response_id)
 
     def conversation(self, owner: str, response_id: str) -> list[dict[str, Any]]:
         """All items up to the end of a response's answer, the oldest first.
@@ -388,7 +388,18 @@ class ResponseStore(OwnedFolders[StoredResponse]):
 
     def sweep(self) -> None:
         """Remove those that are older than they are kept, and the oldest of too many."""
-        made = sorted((path.stat().st_mtime, path.name) for path in map(self.folder.joinpath, self.ids()))
+        made = []
+        for path in self.folder.iterdir():  # also what a crash has left of a response
+            with suppress(FileNotFoundError):  # it was removed meanwhile
+                made.append((path.stat().st_mtime, path))
+        made.sort()
         too_old = sum(at < time.time() - self._keep_s for at, _ in made)
-        for _, response_id in made[: max(too_old, len(made) - self._most)]:
-            self.remove(response_id)
+        for _, path in made[: max(too_old, len(made) - self._most)]:
+            self._discard(path)
+
+    def _discard(self, path: Path) -> None:
+        """Away in one step: an answer may just be written into it."""
+        gone = self.folder / f".{uuid4().hex}.gone"
+        with suppress(OSError):
+            path.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)

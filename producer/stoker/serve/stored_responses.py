@@ -119,8 +119,7 @@ async def _answer_of(backend: Backend, response: StoredResponse, timeout_s: floa
         raise
     except StokerError as error:
         return _ended_badly(response, error)
-    kept = {**response.kept, "background": response.is_background}
-    return RESPONSES.answer([result], response.created_at, kept)
+    return RESPONSES.answer([result], response.created_at, response.kept)
 
 
 def _ended_badly(response: StoredResponse, error: StokerError) -> dict[str, Any]:
@@ -130,7 +129,7 @@ def _ended_badly(response: StoredResponse, error: StokerError) -> dict[str, Any]
 
 
 def _frame_of(response: StoredResponse, status: str) -> dict[str, Any]:
-    return {**frame(response.id, response.created_at, response.kept, status), "background": response.is_background}
+    return frame(response.id, response.created_at, response.kept, status)
 
 
 async def retrieve(request: Request) -> Response:

@@ -6,6 +6,7 @@ import threading
 import time
 import typing
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -292,6 +293,24 @@ def test_old_responses_and_the_oldest_of_too_many_go(tmp_path):
     assert store.ids() == []
 
 
+def test_what_a_crash_left_of_a_response_goes_and_what_goes_during_a_sweep_is_no_error(tmp_path, monkeypatch):
+    store = ResponseStore(tmp_path, keep_s=3600)
+    add_some(store, 2)
+    (left := store.folder / ".resp_3.0.draft").mkdir()
+    os.utime(left, (0, 0))
+    listed = Path.iterdir
+
+    def removed_meanwhile(folder):
+        paths = list(listed(folder))
+        store.remove("resp_0")
+        return iter(paths)
+
+    monkeypatch.setattr(Path, "iterdir", removed_meanwhile)
+    store.sweep()
+    monkeypatch.undo()
+    assert [path.name for path in store.folder.iterdir()] == ["resp_1"]
+
+
 def add_some(store, n):
     ids = [f"resp_{number}" for number in range(n)]
     for number, made in enumerate(ids):
@@ -317,6 +336,20 @@ def test_a_response_in_the_background_is_answered_at_once_and_read_later(stored,
     assert (begun.status, begun.background) == ("queued", True)
     assert client.responses.retrieve(begun.id).status == "queued"
     hand.finish(hand.wait_for_one(), text="done")
+    assert until(client, begun.id, "completed").output_text == "done"
+
+
+def test_a_response_in_the_background_can_be_streamed_and_its_job_outlives_the_stream(stored, hand):
+    client = stored.client()
+    seen = events(client, "say x", background=True)
+    assert [event.response.background for event in (seen[0], seen[-1])] == [True, True]
+    assert until(client, seen[-1].response.id, "completed") == seen[-1].response
+    with client.responses.create(model="m", input="wait", background=True, stream=True) as stream:
+        job_id = hand.wait_for_one()
+        hand.say(job_id, "1", "whole", "do")
+        begun = next(iter(stream)).response
+    assert client.responses.retrieve(begun.id).status in ("queued", "in_progress")
+    hand.finish(job_id, text="done")
     assert until(client, begun.id, "completed").output_text == "done"
 
 
