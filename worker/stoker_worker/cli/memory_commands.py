@@ -191,8 +191,8 @@ def import_(store: Path, as_json: bool, file: Path, new_id: str | None, with_blo
     from stoker_worker.memory.admin.archive import import_agent
     from stoker_worker.memory.replica.shared_replica import opened_with_shared
 
-    with opened_with_shared(store) as (parts, look):
-        done = import_agent(parts, file, new_id=new_id, with_blocks=with_blocks, look=look)
+    with opened_with_shared(store) as parts:
+        done = import_agent(parts, file, new_id=new_id, with_blocks=with_blocks)
     left_out = f"; {done.blocks_left_out} in the file were not imported (--with-blocks)" if done.blocks_left_out else ""
     say(as_json, asdict(done), f"{done.agent_id!r} at version {done.version}, {done.blocks} new blocks{left_out}")
 
@@ -326,20 +326,20 @@ def rm(store: Path, as_json: bool, agent: str | None, *, session: str | None, ye
     if agent is None:
         _rm_session(store, as_json, str(session))
         return
-    from stoker_worker.memory.agent_changes import exists, forget_agent
+    from stoker_worker.memory.agent_changes import exists, forget_agent, look
     from stoker_worker.memory.locks import working_on
     from stoker_worker.memory.replica.shared_replica import opened_with_shared
 
     if as_json and not yes:
         raise click.UsageError("--json needs --yes")
-    with opened_with_shared(store) as (parts, look):
-        look(agent)
+    with opened_with_shared(store) as parts:
+        look(parts, agent)
         if not exists(parts, agent):
             raise AgentNotFound(f"there is no agent {agent!r}")
         if not yes:
             click.confirm(f"Remove agent {agent!r} and its conversation for good?", abort=True, err=True)
         with working_on(store, agent, wait=wait):
-            look(agent)
+            look(parts, agent)
             removed = forget_agent(parts, agent)
     if not removed.existed:  # any more
         raise AgentNotFound(f"there is no agent {agent!r}")
@@ -368,13 +368,13 @@ def fork(store: Path, as_json: bool, agent: str, new_agent: str, wait: bool) -> 
 
     It gets AGENT's conversation and cache, but not the results of AGENT's jobs.
     """
-    from stoker_worker.memory.agent_changes import fork_agent
+    from stoker_worker.memory.agent_changes import fork_agent, look
     from stoker_worker.memory.locks import working_on
     from stoker_worker.memory.replica.shared_replica import opened_with_shared
 
-    with opened_with_shared(store) as (parts, look), working_on(store, new_agent, wait=wait):
-        look(agent)
-        look(new_agent)
+    with opened_with_shared(store) as parts, working_on(store, new_agent, wait=wait):
+        look(parts, agent)
+        look(parts, new_agent)
         made = fork_agent(parts, agent, new_agent)
     words = f"{new_agent!r} continues from {agent!r}: {made.tokens} tokens, without the results of its jobs"
     values = {"agent_id": new_agent, "forked_from": agent, "version": made.version, "tokens": made.tokens}
@@ -390,12 +390,12 @@ def rollback(store: Path, as_json: bool, agent: str, version: int | None, wait: 
 
     Nothing is lost: another rollback can return to the version before this one.
     """
-    from stoker_worker.memory.agent_changes import roll_back
+    from stoker_worker.memory.agent_changes import look, roll_back
     from stoker_worker.memory.locks import working_on
     from stoker_worker.memory.replica.shared_replica import opened_with_shared
 
-    with opened_with_shared(store) as (parts, look), working_on(store, agent, wait=wait):
-        look(agent)
+    with opened_with_shared(store) as parts, working_on(store, agent, wait=wait):
+        look(parts, agent)
         back = roll_back(parts, agent, version)
     words = f"{agent!r} is at version {back.version}, as it was at version {back.to_version}: {back.tokens} tokens"
     say(as_json, back.model_dump(mode="json", exclude={"job_id", "action"}), words)

@@ -91,6 +91,12 @@ def naming(agent_id: str) -> Iterator[None]:
         raise AgentTranscriptUnreadable(f"the transcript of agent {agent_id!r}: {damage}") from damage
 
 
+def look(parts: StoreParts, agent_id: str) -> None:
+    """Bring in what other workers have made of the agent. Raises `SharedStoreAway`, `AgentTranscriptUnreadable`."""
+    with naming(agent_id):
+        parts.replica.look(agent_id)
+
+
 def exists(parts: StoreParts, agent_id: str) -> bool:
     """The agent exists, whole or damaged. Raises `AgentTranscriptUnreadable`, `OSError`."""
     with naming(agent_id), parts.database.snapshot() as connection:

@@ -22,7 +22,7 @@ from typing import Any, Final
 from stoker_shared.agents import AgentForgotten, AgentInfo, AgentRequest, AgentResult, read_agent_result
 from stoker_shared.errors import AgentExists, AgentTranscriptUnreadable, AgentVersionConflict, VersionTaken
 from stoker_worker.memory import cache_index, transcripts
-from stoker_worker.memory.agent_changes import Asked, close_number, forget_agent, fork_agent, naming, roll_back
+from stoker_worker.memory.agent_changes import Asked, close_number, forget_agent, fork_agent, look, naming, roll_back
 from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.memory.database import Connection, Damaged, DatabaseFailed, connect, read_note
 from stoker_worker.memory.database_file import refused_if_unusable, with_way_on
@@ -434,8 +434,7 @@ class AgentJobs(AgentJobsPort):
         agent_id = request.changed_agent
         for one in {request.agent_id, agent_id}:
             try:
-                with naming(one):
-                    self._parts.replica.look(one)
+                look(self._parts, one)
             except AgentTranscriptUnreadable as error:
                 if error.usable is None:  # else the job finds out whether it needs what is damaged
                     raise

@@ -546,8 +546,8 @@ def test_an_agent_that_a_command_brings_in_at_the_same_time_fails_no_look(
 
     def read_and_be_overtaken(*args: Any) -> Any:
         monkeypatch.undo()
-        with opened_with_shared(one.folder) as (_, look):
-            look("agent")
+        with opened_with_shared(one.folder) as parts:
+            parts.replica.look("agent")
         return read(*args)
 
     monkeypatch.setattr(versions, "chain", read_and_be_overtaken)

@@ -16,7 +16,7 @@ import os
 import re
 import tarfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +29,7 @@ from stoker_shared.durable_file import draft_of, write_new
 from stoker_shared.errors import AgentExists, AgentMemoryError
 from stoker_worker.memory import cache_index, transcripts
 from stoker_worker.memory.admin.cache_files import PIECE_NAMES, enter_blocks, files_of
-from stoker_worker.memory.agent_changes import check_vacant, naming, readable, version_of
+from stoker_worker.memory.agent_changes import check_vacant, look, naming, readable, version_of
 from stoker_worker.memory.database import Connection, Damaged
 from stoker_worker.memory.files import allocated_bytes, is_there
 from stoker_worker.memory.locks import working_on
@@ -244,19 +244,9 @@ class Imported:
     blocks_left_out: int
 
 
-def import_agent(
-    parts: StoreParts,
-    source: Path,
-    *,
-    new_id: str | None = None,
-    with_blocks: bool = False,
-    look: Callable[[str], object] = lambda agent_id: None,
-) -> Imported:
+def import_agent(parts: StoreParts, source: Path, *, new_id: str | None = None, with_blocks: bool = False) -> Imported:
     """Import the agent in the file, under its own id or `new_id`. With a shared store its newest version alone, as a
     whole: it begins a history there.
-
-    Args:
-        look: brings in what other workers have made of an agent of this id.
 
     Raises:
         AgentMemoryError: the file is refused, or there is such an agent already.
@@ -268,7 +258,7 @@ def import_agent(
         with open(source, "rb") as file:
             job = _Import(parts, Archive(file), new_id, with_blocks)
             with closing(job), working_on(parts.path, job.agent_id):
-                look(job.agent_id)
+                look(parts, job.agent_id)
                 return job.run()
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as why:
         raise AgentMemoryError(f"{source} is refused: {why}") from why

@@ -22,7 +22,7 @@ from stoker_shared.errors import (
     VersionTaken,
 )
 from stoker_worker.memory import cache_index, transcripts
-from stoker_worker.memory.agent_changes import forget_agent, naming
+from stoker_worker.memory.agent_changes import forget_agent
 from stoker_worker.memory.database import Connection, Damaged, read_note
 from stoker_worker.memory.replica.bucket import Bucket, BucketAway, meet
 from stoker_worker.memory.replica.caches import remove_caches
@@ -39,10 +39,6 @@ _MOST_NOTES: Final = 2**15
 """Agents beyond are looked for again."""
 _TRIES: Final = 3
 _CLOCK_S: Final = 3600.0
-
-
-Look = Callable[[str], object]
-"""Brings in what other workers have made of an agent. Raises `SharedStoreAway`, `AgentTranscriptUnreadable`."""
 
 
 class SharedReplica(Replica):
@@ -278,7 +274,7 @@ class SharedReplica(Replica):
 
 
 @contextmanager
-def opened_with_shared(path: Path) -> Iterator[tuple[StoreParts, Look]]:
+def opened_with_shared(path: Path) -> Iterator[StoreParts]:
     """A store for one command of the shell that changes agents, with its shared store if it has one. Raises
     `StoreUnusable` as `opened`."""
     with opened(path) as parts:
@@ -286,12 +282,7 @@ def opened_with_shared(path: Path) -> Iterator[tuple[StoreParts, Look]]:
             note = read_note(connection)
         if note is not None:
             parts.replica = SharedReplica(parts, Bucket(note.url))
-
-        def look(agent_id: str) -> None:
-            with naming(agent_id):
-                parts.replica.look(agent_id)
-
-        yield parts, look
+        yield parts
 
 
 def checksum_of(connection: Connection, row: AgentRow | None, version: int) -> bytes | None:
