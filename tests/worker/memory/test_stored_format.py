@@ -85,7 +85,8 @@ def make(folder: Path) -> None:
 @pytest.fixture
 def sample(tmp_path: Path) -> Path:
     with tarfile.open(SAMPLE) as stored:
-        stored.extractall(tmp_path, filter="data")
+        stored.extraction_filter = getattr(tarfile, "data_filter", None)  # 3.11.3 and older have none
+        stored.extractall(tmp_path)
     return tmp_path
 
 
