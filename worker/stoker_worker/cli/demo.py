@@ -1,9 +1,11 @@
-"""`make demo`: a job's whole path on this machine in about a minute. The product needs nothing of this module.
+"""`make demo`: a job's whole path on this machine, in minutes. The product needs nothing of this module.
 
 Four agents have two turns each, and the worker is stopped and started between the turns. In the second turn each agent
 pays only for its new tokens, because its cache came back from disk.
 """
 
+import logging
+import os.path
 import shutil
 import subprocess
 import sys
@@ -12,9 +14,10 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from stoker import Producer, Ticket
 from stoker_shared.errors import StokerError
@@ -85,6 +88,7 @@ def run_demo(folder: Path, model: str | None) -> None:
         StokerError: something that the demo needs is missing, or a job failed.
     """
     console = Console()
+    logging.getLogger("stoker").setLevel(logging.ERROR)  # no warning that the jobs wait: their worker starts next
     preload_blas()
     if advice := advice_without_blas():
         console.print(f"[yellow]{advice}[/yellow]")
@@ -97,7 +101,7 @@ def run_demo(folder: Path, model: str | None) -> None:
         results: list[tuple[str, GenerationResult]] = []
         for turn in (1, 2):
             tickets = [_submit(producer, agent_id, turn) for agent_id in _BRIEFS]
-            console.print(f"\n[bold]Turn {turn}[/bold]: {len(tickets)} jobs are in the queue, the worker starts")
+            console.print(f"\n[bold]Turn {turn}[/bold]: {len(tickets)} jobs are in the queue, and a worker starts")
             _run_worker(tickets, model, server.url, folder, console)
             ended = [ticket.result(timeout_s=1) for ticket in tickets]
             results += zip(_BRIEFS, ended, strict=True)
@@ -123,12 +127,13 @@ def _run_worker(tickets: Sequence[Ticket], model: str, redis_url: str, folder: P
     command = [sys.executable, "-m", "stoker_worker", "run", "--burst", "--model", model]
     command += ["--redis", redis_url, "--store", str(folder / "store")]
     log_path = folder / "worker.log"
-    with log_path.open("a") as log, subprocess.Popen(command, stderr=log) as process:
+    with log_path.open("w") as log, subprocess.Popen(command, stderr=log) as process:
         try:
-            with Live(_progress(tickets), console=console, refresh_per_second=4) as live:
+            with Live(console=console, refresh_per_second=4) as live:
                 while process.poll() is None:
+                    live.update(_progress(tickets, log_path))
                     time.sleep(0.25)
-                    live.update(_progress(tickets))
+                live.update(_progress(tickets, log_path))
         finally:
             process.terminate()
     if process.returncode != 0:
@@ -136,15 +141,19 @@ def _run_worker(tickets: Sequence[Ticket], model: str, redis_url: str, folder: P
         raise StokerError(f"the worker stopped with exit status {process.returncode}: {last_line} (see {log_path})")
 
 
-def _progress(tickets: Sequence[Ticket]) -> Table:
+def _progress(tickets: Sequence[Ticket], log: Path) -> Group:
+    """The jobs, and while all of them wait, the newest line of the worker's log without time and thread."""
     table = Table(box=None, pad_edge=False)
     for column in ("agent", "state", "tokens"):
         table.add_column(column, min_width=14)
-    for agent_id, ticket in zip(_BRIEFS, tickets, strict=True):
-        status = ticket.status()
+    statuses = [ticket.status() for ticket in tickets]
+    for agent_id, status in zip(_BRIEFS, statuses, strict=True):
         tokens = "" if status.tokens is None else str(status.tokens)
-        table.add_row(agent_id, status.state, tokens)
-    return table
+        table.add_row(agent_id, status.stage or status.state, tokens)
+    if any(status.state != "queued" for status in statuses):
+        return Group(table)
+    does = (log.read_text().splitlines() or ["starts"])[-1].split(maxsplit=4)[-1]
+    return Group(table, Text(f"the worker: {does}", style="dim", no_wrap=True, overflow="ellipsis"))
 
 
 def _table_of(results: Sequence[tuple[str, GenerationResult]]) -> Table:
@@ -163,13 +172,13 @@ def _table_of(results: Sequence[tuple[str, GenerationResult]]) -> Table:
 
 
 def _next_steps(folder: Path, model: str) -> str:
+    programs = os.path.relpath(Path(sys.executable).parent)
     return (
         "\n[bold]Next[/bold]: a resident worker with these four agents and a server of its own\n"
-        f"  stoker-worker run --model {model} --redis embedded --store {folder / 'store'}\n"
+        f"  {programs}/stoker-worker run --model {model} --redis embedded --store {folder / 'store'}\n"
         "and, in another terminal:\n"
-        "  stoker submit --agent museum-guide --context append --wait --message 'Is there a lift?'\n"
-        '  rq info --url "$(head -1 ~/.stoker/redis.url)"\n'
-        "Both commands are in .venv/bin after `make demo`.\n"
+        f"  {programs}/stoker submit --agent museum-guide --context append --wait --message 'Is there a lift?'\n"
+        f'  {programs}/rq info --url "$(head -1 ~/.stoker/redis.url)"\n'
     )
 
 
@@ -184,6 +193,6 @@ def _demo_model(folder: Path, console: Console) -> str:
             return _HUB_MODEL
         from stoker_worker.models.gguf import import_gguf
 
-        console.print("importing SmolLM2-135M-Instruct from its GGUF file (once)")
+        console.print(f"making an mlx-lm folder of {files[0].name}, some seconds, once: {target}", highlight=False)
         import_gguf(files[0], target)
     return str(target)

@@ -124,26 +124,30 @@ class MlxProvider(ModelProviderPort):
         """The widest mode that is right for the model, from a proof or from the memory of one."""
         import mlx.core as mx
 
-        from stoker_worker.engine.proof import prove, remembered_or_proved
+        from stoker_worker.engine.proof import Verdict, prove, remembered_or_proved
 
         if self.settings.skip_proof:
             _log.warning("NOT PROVED: it is not known whether this model answers correctly in a batch (--skip-proof)")
             return ServingMode(_unproved(model, loaded), proved=False)
-        _log.info("trying the model in a batch, unless an earlier start did")
-        verdict = remembered_or_proved(
-            self.settings.store_folder / "model-proofs.json",
-            loaded.fingerprint,
-            max_batch=loaded.max_batch.jobs,
-            draft_ngram=self.settings.draft_ngram,
-            device=mx.default_device().type.name,
-            prove=lambda before: prove(
+
+        def proved(before: Verdict | None) -> Verdict:
+            _log.info("the proof: trying in a batch what no earlier start has tried of this model; it may take minutes")
+            return prove(
                 model,
                 loaded,
                 max_batch=loaded.max_batch.jobs,
                 load_s=load_s,
                 draft_ngram=self.settings.draft_ngram,
                 before=before,
-            ),
+            )
+
+        verdict = remembered_or_proved(
+            self.settings.store_folder / "model-proofs.json",
+            loaded.fingerprint,
+            max_batch=loaded.max_batch.jobs,
+            draft_ngram=self.settings.draft_ngram,
+            device=mx.default_device().type.name,
+            prove=proved,
         )
         is_narrow = not verdict.mode.memory or verdict.mode.batching not in (Batching.ROWS, Batching.BATCHED)
         level = logging.WARNING if is_narrow else logging.INFO
