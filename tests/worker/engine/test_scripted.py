@@ -92,6 +92,8 @@ def guided(said, **fields):
         ("x", {"guide": {"regex": "(a|b)*c"}}, "[ab]*c"),
         ("x", {"guide": {"regex": ".*z"}}, ".*z"),
         ("x", {"guide": {"lark": 'start: "(" start ")" | "é"'}}, r"\(*é\)*"),
+        ("x", {"guide": {"regex": r"[a-z0-9._]{1,900}@[a-z]+\.(com|org)"}}, r"[a-z0-9._]{1,50}@[a-z]{1,50}\.(com|org)"),
+        ("x", {"guide": {"lark": 'start: N ("+" N)+\nN: /[0-9]+/'}}, r"\d{1,50}(\+\d{1,50})+"),
         ("say Oder", MUST_CALL, r'<tool_call>{"name": "river", "arguments": {"name":"Oder",.*}}\s?</tool_call>'),
         (f"say <think>hm</think>{A_CALL}", MUST_CALL, re.escape(A_CALL)),
         ("x", {"tools": TOOLS, "tool_choice": "required"}, '<tool_call>{"name": "(river|end)", .*}\\s?</tool_call>'),

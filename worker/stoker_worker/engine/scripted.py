@@ -221,7 +221,12 @@ _OPENING: Final = frozenset(b"<")
 """Thinking that the script opens itself would have no end."""
 
 _MOST_ALIKE: Final = 4
-"""After so many equal tokens in a row comes any that may come, a visible one as a rule: so every answer ends."""
+"""After so many tokens of one of these kinds, it is none that leads to the end: a way out is tried, or any that may
+come, a visible one as a rule. So every answer ends."""
+
+_WAYS_OUT: Final = tuple(b"@.+-*/=;|&%#?")
+_TRIED_AGAIN_AFTER: Final = 256
+"""Tokens; in between, letters have their turn."""
 
 
 class _GuidedScript(_Script):
@@ -239,6 +244,7 @@ class _GuidedScript(_Script):
         self._random = random.Random(self._digest)
         self._at = 0
         self._drawn: list[int] = []
+        self._filled: list[frozenset[int]] = []
 
     def token(self, n_drawn: int) -> int:
         mask = self._guide.after(self._drawn[-1] if self._drawn else None)
@@ -250,6 +256,7 @@ class _GuidedScript(_Script):
         if self._wanted in allowed:
             self._drawn.append(self._wanted)
             self._at += 1
+            self._filled.clear()
         else:
             self._drawn.append(self._between(allowed))
             self._skip_thought()
@@ -262,11 +269,14 @@ class _GuidedScript(_Script):
     def _between(self, allowed: frozenset[int]) -> int:
         """A token that is not the text's."""
         allowed = allowed - _OPENING or allowed
-        newest = self._drawn[-_MOST_ALIKE:]
-        kinds = _NEAREST_FIRST
+        kinds, newest = _NEAREST_FIRST, self._filled[-_MOST_ALIKE:]
         if len(newest) == _MOST_ALIKE and len({*newest}) == 1:
-            kinds = (_VISIBLE,) if self._random.random() < 0.7 else ()
-        return self._random.choice(sorted(next((found for kind in kinds if (found := allowed & kind)), allowed)))
+            tried = self._drawn[-_TRIED_AGAIN_AFTER:]
+            ways_out = tuple(frozenset({token}) for token in _WAYS_OUT if token not in tried)
+            kinds = (*ways_out, _VISIBLE) if self._random.random() < 0.7 else ways_out
+        kind = next((kind for kind in kinds if allowed & kind), allowed)
+        self._filled.append(kind)
+        return self._random.choice(sorted(allowed & kind))
 
     def _skip_thought(self) -> None:
         """After thinking that was cut short, go on with the text behind it."""
