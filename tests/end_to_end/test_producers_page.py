@@ -87,10 +87,10 @@ def test_a_job_made_with_redis_commands_has_its_true_age(run, tmp_path):
 def test_the_client_commands_of_the_readme_and_the_memory_page_run(run, worker, tmp_path):
     put_program(tmp_path, "git", "echo the diff")
     run([sys.executable, "-W", "error"], "\n".join(blocks(README, "python")))  # makes the agent
-    [submit] = [block for block in blocks(README, "sh") if "stoker submit" in block and "git diff" in block]
+    [submit] = re.findall(r"^From a shell: `(.*)`$", README.read_text(), re.MULTILINE)
     as_jobs, on_the_machine, _shared_store = blocks(MEMORY_PAGE, "sh")
     assert "stoker agent" in as_jobs
-    run(["bash", "-eu", "-o", "pipefail"], submit + as_jobs)
+    run(["bash", "-eu", "-o", "pipefail"], f"{submit}\n{as_jobs}")
     worker.signal(signal.SIGTERM)
     assert worker.wait() == 0
     assert "reviewer" in run(["bash", "-eu", "-o", "pipefail"], on_the_machine)
