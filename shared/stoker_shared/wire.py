@@ -128,9 +128,6 @@ RENEWALS_KEY: Final = "stoker:renewals"
 """Hash: for each member in `MEMBERS_KEY`, how often its lease was renewed in all. A number that is not higher than the
 one before shows the worker that Redis has lost data."""
 
-CLAIMED_KEY: Final = "stoker:claimed:{queue}:{member}"
-"""List: ids that a member took out of a queue and has not started yet."""
-
 HELD_KEY: Final = "stoker:held:{queue}"
 """Hash: the agents of which a job is in flight at a worker that has a shared store. An entry is a JSON list: ``w`` (one
 job, which writes) or ``r`` (jobs that only read), then for each job its queue, the member that claimed it, and its id.

@@ -13,7 +13,6 @@ from redis import Redis
 from tests.chaos.hooks import generations
 from tests.chaos.oracle import Oracle
 from tests.chaos.plan import QUEUES, PlannedJob
-from tests.chaos.redis_view import claimed_keys
 from tests.chaos.storm import Storm
 from tests.chaos.traffic import ENDED, Delivery, Traffic
 from tests.support.answers import without_total
@@ -137,7 +136,7 @@ def places_of_all(connection: Redis) -> dict[str, list[str]]:
 
 
 def _places(connection: Redis) -> Iterable[tuple[str, list[Any]]]:
-    for key in (*(f"rq:queue:{queue}" for queue in QUEUES), *claimed_keys(connection)):
+    for key in (f"rq:queue:{queue}" for queue in QUEUES):
         yield f"list:{key}", connection.lrange(key, 0, -1)
     for queue in QUEUES:
         for kind in REGISTRIES:

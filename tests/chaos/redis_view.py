@@ -12,13 +12,7 @@ from urllib.request import urlopen
 from redis import Redis
 from tests.chaos.plan import QUEUES
 
-from stoker_shared.wire import CLAIMED_KEY, FIELD_LOST_ALONE, MEMBERS_KEY
-
-
-def claimed_keys(connection: Redis) -> list[str]:
-    """The lists of ids that were claimed and not started, of all members."""
-    members = [name.decode() for name in connection.hkeys(MEMBERS_KEY)]
-    return [CLAIMED_KEY.format(queue=queue, member=member) for queue in QUEUES for member in members]
+from stoker_shared.wire import FIELD_LOST_ALONE
 
 
 class RedisView:
@@ -28,7 +22,7 @@ class RedisView:
     def left(self) -> list[str]:
         """The jobs that have not ended, at one instant, without deferred jobs that can never run."""
         zsets = [f"rq:{kind}:{queue}" for queue in QUEUES for kind in ("wip", "scheduled", "ready")]
-        lists = [*claimed_keys(self.connection), *(f"rq:queue:{queue}" for queue in QUEUES)]
+        lists = [f"rq:queue:{queue}" for queue in QUEUES]
         with self.connection.pipeline(transaction=True) as pipeline:
             for key in zsets:
                 pipeline.zrange(key, 0, -1)

@@ -19,7 +19,7 @@ from rq.serializers import JSONSerializer
 from tests.chaos.hooks import generations
 from tests.support.forked_worker import ForkServer
 from tests.support.store_reader import StoreReader, is_made
-from tests.worker.queue.looking import CLAIMED, MEMBER, places
+from tests.worker.queue.looking import MEMBER, places
 
 from stoker_shared.wire import AGENT_TASK_PATH, TASK_PATH
 
@@ -56,14 +56,12 @@ class Arrow:
     options: tuple[tuple[str, Any], ...] = ()
 
 
-QUEUED, MOVED, STARTED = ["generate"], ["claimed"], ["wip"]
+QUEUED, STARTED = ["generate"], ["wip"]
 FAILS: dict[str, Any] = {"prompt": "fail so", "end": "failed", "attempt": None}
 
 ARROWS = {
     "claim: the next jobs are chosen": Arrow(RQ + "waiting:FairQueue.choose", "after", QUEUED),
-    "claim: the id is moved": Arrow(RQ + "claim:Claimer.claim", "after", MOVED),
-    "start: before": Arrow(RQ + "claim:JobStart._begin", "before", MOVED),
-    "start: after": Arrow(RQ + "claim:JobStart._begin", "after", STARTED, attempt=2),
+    "claim: the job is started": Arrow(RQ + "claim:Claimer.claim", "after", STARTED, attempt=2),
     "start: a job that is refused": Arrow(
         FINISH + "fail",
         "before",
@@ -172,7 +170,7 @@ class Scene:
         return StoreReader(self.store).turns(agent) if is_made(self.store) else []
 
     def assert_nothing_is_left(self):
-        for key in ("rq:queue:generate", CLAIMED, "rq:wip:generate", "rq:scheduled:generate"):
+        for key in ("rq:queue:generate", "rq:wip:generate", "rq:scheduled:generate"):
             assert not self.connection.exists(key), key
         assert not self.connection.keys("rq:execution*")
         assert not self.connection.keys("rq:workers*")

@@ -140,7 +140,6 @@ class Round:
         entries = [entry for name in REGISTRIES for entry in self.connection.zrange(f"rq:{name}:generate", 0, -1)]
         entries += self.connection.lrange("rq:queue:generate", 0, -1)
         for pattern in (
-            "stoker:claimed:*",
             "rq:execution*",
             "rq:worker:*:executions",
             "stoker:ended:*",

@@ -20,7 +20,6 @@ def test_the_names_on_the_wire_are_stable():
     assert wire.MEMBERS_KEY == "stoker:members"
     assert wire.SERVED_KEY == "stoker:lease:{queue}"
     assert wire.STORE_KEY == "stoker:store:{queue}"
-    assert wire.CLAIMED_KEY == "stoker:claimed:{queue}:{member}"
     assert wire.HELD_KEY == "stoker:held:{queue}"
     assert wire.LAST_KEY == "stoker:last:{queue}"
     assert wire.TAKEN_KEY == "stoker:taken:{queue}"

@@ -2,15 +2,14 @@
 
 from redis import Redis
 
-from stoker_shared.wire import CLAIMED_KEY, FENCE_KEY, LEASE_KEY
+from stoker_shared.wire import FENCE_KEY, LEASE_KEY
 from stoker_worker.queue.rq_queue import usual_name
 
 MEMBER = usual_name()
 LEASE = LEASE_KEY.format(member=MEMBER)
 FENCE = FENCE_KEY.format(member=MEMBER)
-CLAIMED = CLAIMED_KEY.format(queue="generate", member=MEMBER)
 
-LISTS = {"generate": "rq:queue:generate", "intermediate": "rq:queue:generate:intermediate", "claimed": CLAIMED}
+LISTS = {"generate": "rq:queue:generate", "intermediate": "rq:queue:generate:intermediate"}
 REGISTRIES = ("wip", "finished", "failed", "canceled", "scheduled", "deferred", "ready")
 
 

@@ -8,10 +8,24 @@ from tests.worker.queue.ends import finish
 
 from stoker_shared.wire import LAST_KEY, LEASE_KEY
 from stoker_worker.ports import Busy, ClaimedJob
-from stoker_worker.queue.registration import member_of
+from stoker_worker.queue.in_flight import JobsInFlight
+from stoker_worker.queue.registration import RqRegistration, member_of
 from stoker_worker.queue.rq_queue import RqQueue
 
 TTL_S = 0.6
+
+
+def registration(connection: Redis) -> RqRegistration:
+    """Of a worker that serves `generate`, and was not signed on."""
+    return RqRegistration(
+        ["generate"],
+        connection,
+        name="stoker-me-00000000",
+        worker_ttl_s=60,
+        execution_ttl_s=600,
+        heartbeat_s=1,
+        in_flight=JobsInFlight(),
+    )
 
 
 def claim(queue: RqQueue, limit: int = 16) -> list[ClaimedJob]:

@@ -8,10 +8,10 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from rq.job import Job
 from rq.serializers import JSONSerializer
 from tests.worker.queue.ends import finish
-from tests.worker.queue.looking import CLAIMED, FENCE, LEASE, MEMBER, taken_over
+from tests.worker.queue.looking import FENCE, LEASE, taken_over
 
 from stoker_shared.errors import RedisUnavailable
-from stoker_shared.wire import CLAIMED_KEY, FIELD_AGENT, FIELD_ATTEMPTS, FIELD_LOST_ALONE
+from stoker_shared.wire import FIELD_AGENT, FIELD_ATTEMPTS, FIELD_LOST_ALONE
 from stoker_worker.ports import Busy
 from stoker_worker.queue.rq_queue import open_queue
 from stoker_worker.settings import read_settings
@@ -191,8 +191,9 @@ def test_a_job_ran_alone_also_if_the_other_queues_jobs_have_ended(connection, pr
 def test_a_claim_in_doubt_holds_up_all_queues_when_the_lease_is_lost(connection, producer, opened):
     first, _ = submit(producer, "a", "a", queue="high")
     queue = opened()
+    [job] = claim(queue)
+    job.release()  # as if the reply had been lost
     queue._in_doubt = True
-    connection.lmove("rq:queue:high", CLAIMED_KEY.format(queue="high", member=MEMBER))
     taken_over(connection)  # this worker learns it only at the next heartbeat
     assert claim(queue) == []  # and not the agent's second job
     connection.delete(LEASE, FENCE)
@@ -225,14 +226,6 @@ def test_a_later_loss_counts_also_if_the_execution_is_gone(connection, producer,
     connection.delete(*connection.scan_iter(f"rq:execution:{job_id}:*"))
     opened().recover()
     assert counted(connection, job_id) == [2, 1]
-
-
-def test_a_job_that_was_claimed_and_not_started_is_not_quarantined(connection, producer, opened):
-    claimed, beside = submit(producer, "a", "b")
-    connection.lmove("rq:queue:generate", CLAIMED)
-    queue = opened()
-    assert queue.recover() == 1
-    assert [(job.job_id, job.attempt) for job in claim(queue)] == [(claimed, 1), (beside, 1)]
 
 
 def test_a_recovery_whose_reply_is_lost_counts_no_job_as_alone_that_was_not(connection, producer, opened, monkeypatch):

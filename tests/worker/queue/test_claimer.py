@@ -6,8 +6,9 @@ from contextlib import contextmanager
 import pytest
 from rq import Queue
 from rq.serializers import JSONSerializer
+from tests.worker.queue.members import registration
 
-from stoker_shared.wire import CLAIMED_KEY, FIELD_ATTEMPTS, LEASE_KEY, TASK_PATH
+from stoker_shared.wire import FIELD_ATTEMPTS, LEASE_KEY, TASK_PATH
 from stoker_worker.placement.placement import Placement
 from stoker_worker.ports import Busy
 from stoker_worker.queue.claim import Claimer
@@ -15,7 +16,6 @@ from stoker_worker.queue.lease import NO_STORE, Lease
 
 pytestmark = pytest.mark.server
 
-CLAIMED = CLAIMED_KEY.format(queue="generate", member="me")
 LEASE = LEASE_KEY.format(member="me")
 
 
@@ -28,6 +28,7 @@ def claimer(connection):
         "generate",
         lease,
         Placement(connection, [], worker_name="stoker-me-00000000"),
+        registration(connection),
         is_at_hand=NO_STORE.is_at_hand,
     )
 
@@ -42,7 +43,8 @@ def waiting(connection):
 
 
 def claimed(connection):
-    return [job_id.decode() for job_id in connection.lrange(CLAIMED, 0, -1)]
+    """In any order."""
+    return {entry.decode().partition(":")[0] for entry in connection.zrange("rq:wip:generate", 0, -1)}
 
 
 def claim(claimer, limit=10, busy=()):
@@ -71,7 +73,7 @@ def claim_soon(claimer, **options):
 def test_the_oldest_job_of_each_free_agent_is_claimed_in_queue_order(connection, claimer, submit):
     a1, _, b1, c1 = submit("a", "a", "b", "c")
     assert claim(claimer, busy=["c"]) == [a1, b1]
-    assert claimed(connection) == [a1, b1]
+    assert claimed(connection) == {a1, b1}
     assert c1 in waiting(connection)
     assert len(waiting(connection)) == 2
 
@@ -119,7 +121,7 @@ def test_a_worker_that_lost_its_lease_claims_nothing(connection, claimer, submit
     ids = submit("a")
     with held_by_somebody_else(connection):
         assert claim(claimer) == []
-    assert (waiting(connection), claimed(connection)) == (ids, [])
+    assert (waiting(connection), claimed(connection)) == (ids, set())
 
 
 def test_a_job_that_was_canceled_after_it_was_read_is_not_claimed(connection, claimer, submit):
@@ -129,13 +131,16 @@ def test_a_job_that_was_canceled_after_it_was_read_is_not_claimed(connection, cl
     assert claim(claimer) == [b]
 
 
-def test_an_unreadable_job_is_claimed_so_that_it_can_be_refused(connection, claimer, submit):
+def test_an_unreadable_job_is_claimed_so_that_it_can_be_refused_and_what_is_no_job_is_dropped(
+    connection, claimer, submit
+):
     (good,) = submit("a")
     connection.rpush("rq:queue:generate", "no-hash")
     connection.hset("rq:job:junk", mapping={"data": b"\x80junk", FIELD_ATTEMPTS: "many"})
     connection.set("rq:job:text", "not a hash")
     connection.rpush("rq:queue:generate", "junk", "text")
-    assert claim(claimer) == [good, "no-hash", "junk", "text"]
+    assert claim(claimer) == [good, "junk"]
+    assert waiting(connection) == []
 
 
 def test_a_quarantined_job_is_claimed_alone_and_jobs_of_other_agents_pass_it(connection, claimer, submit):
@@ -240,7 +245,7 @@ def test_a_job_quarantined_after_it_was_read_is_read_again(connection, claimer, 
     first, second = submit("a", "b")
     assert claim(claimer, limit=1) == [first]
     connection.hset(f"rq:job:{first}", FIELD_ATTEMPTS, 1)
-    connection.lrem(CLAIMED, 1, first)
+    connection.hset(f"rq:job:{first}", "status", "queued")
     connection.lpush("rq:queue:generate", first)
     assert claim(claimer) == [second]
     assert ids_of(claimer.claim_quarantined(Busy())) == [first]

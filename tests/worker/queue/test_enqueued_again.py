@@ -217,28 +217,6 @@ def test_a_lost_workers_job_that_was_enqueued_again_keeps_its_agents_order(
     assert nothing_is_left(connection, "job")
 
 
-def test_an_id_enqueued_again_between_reading_and_starting_runs_its_new_request(
-    connection, queue, enqueue, monkeypatch
-):
-    enqueue("job", prompt="old")
-    real = queue._job_start._read
-    reads = []
-
-    def read_then_sleep(job_id):
-        found = real(job_id)
-        reads.append(job_id)
-        if len(reads) == 1:
-            enqueue("job", prompt="new")
-        return found
-
-    monkeypatch.setattr(queue._job_start, "_read", read_then_sleep)
-    (job,) = claim(queue)
-    assert job.request.prompt == "new"
-    finish(job, RESULT)
-    assert claim(queue) == []
-    assert results(connection, "job") == [RESULT]
-
-
 def test_the_id_of_a_scheduled_job_in_the_queue_does_not_run_it_twice(connection, plain, queue):
     request = {"agent_id": "a", "prompt": "x"}
     plain.enqueue_in(timedelta(hours=1), TASK_PATH, request=request, job_id="job")

@@ -9,7 +9,7 @@ from rq import Retry
 from rq.job import Job
 from rq.serializers import JSONSerializer
 from tests.worker.queue.ends import fail, finish
-from tests.worker.queue.looking import CLAIMED, places, taken_over
+from tests.worker.queue.looking import places, taken_over
 
 from stoker_shared.errors import EngineFailed
 from stoker_shared.wire import TASK_PATH
@@ -124,12 +124,12 @@ def test_jobs_in_their_right_place_stay_there(connection, plain, queue, audit):
 
 
 @pytest.mark.parametrize("status", ["queued", "started"])
-@pytest.mark.parametrize("place", ["scheduled", "deferred", "ready", "intermediate", "claimed", "wip"])
+@pytest.mark.parametrize("place", ["scheduled", "deferred", "ready", "intermediate", "wip"])
 def test_a_job_that_is_in_any_list_is_not_lost(connection, plain, queue, audit, place, status):
     job_id = enqueue(plain)
     lose(connection, job_id, status=status)
-    if place in ("intermediate", "claimed"):
-        connection.rpush(CLAIMED if place == "claimed" else "rq:queue:generate:intermediate", job_id)
+    if place == "intermediate":
+        connection.rpush("rq:queue:generate:intermediate", job_id)
     else:
         member = f"{job_id}:{uuid.uuid4().hex}" if place == "wip" else job_id
         connection.zadd(f"rq:{place}:generate", {member: 9e9})

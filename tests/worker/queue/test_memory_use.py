@@ -46,6 +46,7 @@ def claim(connection, lease):
         "generate",
         lease,
         Placement(connection, [], worker_name="stoker-me-00000000"),
+        members.registration(connection),
         is_at_hand=NO_STORE.is_at_hand,
     )
 
@@ -94,6 +95,7 @@ def test_stored_memory_use_of_an_unknown_form_is_ignored(connection, producer, l
             "generate",
             lease,
             Placement(connection, [], worker_name="stoker-me-00000000"),
+            members.registration(connection),
             is_at_hand=NO_STORE.is_at_hand,
         )
         fresh.read_ahead(1, Busy())

@@ -49,7 +49,7 @@ def test_rqs_tools_see_a_worker_no_longer_than_its_lease_lasts(connection, queue
     assert max(left_ms) - min(left_ms) < 1000
     connection.delete(f"rq:worker:{name}")  # like after its expiry
     assert Worker.all(connection=connection) == []
-    queue._registration.set_state("idle")
+    queue._registration.settle_state(is_busy=False)
     assert not connection.exists(f"rq:worker:{name}")
 
 

@@ -1,6 +1,5 @@
 """Several workers on one queue: an agent's jobs stay in order, and a dead worker's jobs go on."""
 
-import json
 import time
 
 import pytest
@@ -11,7 +10,7 @@ from tests.worker.queue.looking import places
 from tests.worker.queue.members import TTL_S, claim, claim_within, die, ids, impatient, recovered, run
 
 from stoker_shared.errors import OwnershipLost, QueueHeld
-from stoker_shared.wire import CLAIMED_KEY, FENCE_KEY, HELD_KEY, LEASE_KEY, MEMBERS_KEY, TASK_PATH
+from stoker_shared.wire import FENCE_KEY, LEASE_KEY, MEMBERS_KEY, TASK_PATH
 from stoker_worker.ports import Busy
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
@@ -123,21 +122,6 @@ def test_leases_that_ran_out_while_redis_was_away_cost_no_worker_its_name(connec
     assert b.recover() == 0
     assert b.beat()
     assert job.is_ours()
-
-
-def test_ids_that_a_dead_worker_had_claimed_and_not_started_go_back_without_an_attempt(connection, join, submit):
-    a, b = join("a"), impatient(join("b"))
-    (job_id,) = submit("x")
-    connection.lmove("rq:queue:generate", CLAIMED_KEY.format(queue="generate", member="a"))
-    later = submit("x")
-    connection.hset(HELD_KEY.format(queue="generate"), "x", json.dumps(["w", "generate", "a", job_id]))
-    assert claim(b) == []
-    die(a)
-    assert recovered(b) == 1
-    [job] = claim_within(b)
-    assert (job.job_id, job.attempt) == (job_id, 1)
-    run([job])
-    assert ids(claim_within(b)) == later
 
 
 def test_the_same_name_finds_its_own_jobs_again(join, submit):

@@ -3,11 +3,10 @@
 import pytest
 from redis.exceptions import ConnectionError as NoConnection
 from tests.worker.queue.ends import give_back
-from tests.worker.queue.looking import places
-from tests.worker.queue.members import claim, claim_within, die, ids, impatient, recovered, run
+from tests.worker.queue.members import claim, claim_within, ids, impatient, recovered, run
 
 from stoker_shared.errors import RedisUnavailable
-from stoker_shared.wire import CLAIMED_KEY, TASK_PATH
+from stoker_shared.wire import TASK_PATH
 from stoker_worker.ports import Busy
 
 pytestmark = pytest.mark.server
@@ -115,21 +114,6 @@ def test_a_worker_that_stops_before_it_has_put_its_predecessors_jobs_back_stays_
     assert ids(claim_within(b)) == [first]
     run(b.in_flight())
     assert ids(claim_within(b)) == [second]
-
-
-def test_an_id_that_a_dead_worker_had_claimed_while_it_runs_elsewhere_goes_back(connection, plain, join):
-    a, b = join("a"), impatient(join("b"))
-    plain.enqueue(TASK_PATH, request={"prompt": "one"}, job_id="same")
-    (first,) = claim(b)
-    plain.enqueue(TASK_PATH, request={"prompt": "two"}, job_id="same")
-    connection.lmove("rq:queue:generate", CLAIMED_KEY.format(queue="generate", member="a"))
-    die(a)
-    assert recovered(b) == 1
-    assert places(connection, "same") == ["generate", "wip"]
-    assert not first.is_ours()
-    first.drop()
-    first.release()
-    assert claim_within(b)[0].request.prompt == "two"
 
 
 @pytest.mark.parametrize("name", ["-", "-a", ".", "a b"])

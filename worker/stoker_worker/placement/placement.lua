@@ -20,8 +20,6 @@ end
 local function state_of(job)
   local status = redis.pcall('HGET', 'rq:job:' .. job.id, 'status') -- a table, if the key is no hash
   if status == 'started' then return 'in flight' end
-  local at = redis.pcall('LPOS', 'stoker:claimed:' .. job.queue .. ':' .. job.member, job.id)
-  if type(at) == 'number' then return 'in flight' end
   if status ~= 'queued' then return 'over' end
   return redis.call('EXISTS', 'rq:executions:' .. job.id) == 1 and 'in flight' or 'waits' -- enqueued while it runs
 end

@@ -1,29 +1,30 @@
 """Claims jobs and starts them: a quarantined job alone, otherwise as many as there is room. Fetcher thread.
 
-A `Claimer` takes from one queue the jobs that `FairQueue` chooses, as far as their agents are free. It owns for how
-long jobs have been left to the workers that have their agents' caches. `JobStart` makes a claimed id a started job, or
-a job that is refused with a line; malformed data in Redis fails only its own job. It numbers the claims. `ClaimOrder`
-goes through the queues. It owns how long a quarantined job has waited, and which ids were enqueued again while their
-job runs, here or elsewhere: workers tell their jobs apart by id, so the second delivery of an id cannot start before
-the first has left.
+A `Claimer` takes from one queue the jobs that `FairQueue` chooses, as far as their agents are free, and starts them in
+the same step. It owns for how long jobs have been left to the workers that have their agents' caches, and which ids
+another worker still runs. `JobStart` makes a `RqClaimedJob` of a started job, or refuses it with a line; malformed data
+in Redis fails only its own job. It numbers the claims. `ClaimOrder` goes through the queues. It owns how long a
+quarantined job has waited, and which ids were enqueued again while their job runs here: workers tell their jobs apart
+by id, so the second delivery of an id cannot start before the first has left.
 """
 
 import itertools
+import json
 import logging
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from datetime import datetime
 from itertools import islice
 from math import inf
-from typing import Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 from uuid import uuid4
 
 from redis import Redis
 from redis.exceptions import RedisError
-from rq.exceptions import NoSuchJobError
-from rq.executions import Execution, ExecutionRegistry
-from rq.job import JobStatus
+from rq.executions import WORKER_EXECUTIONS_KEY_TEMPLATE, Execution, ExecutionRegistry
+from rq.job import Job, JobStatus
 from rq.queue import Queue
 from rq.registry import (
     BaseRegistry,
@@ -33,9 +34,10 @@ from rq.registry import (
     FinishedJobRegistry,
     ReadyJobRegistry,
     ScheduledJobRegistry,
+    StartedJobRegistry,
 )
 from rq.suspension import WORKERS_SUSPENDED
-from rq.utils import utcformat
+from rq.utils import now, utcformat
 
 from stoker_shared.agents import AgentRequest
 from stoker_shared.errors import OwnershipLost, PayloadRefused, RequestError, StokerError
@@ -43,11 +45,12 @@ from stoker_shared.request import GenerationRequest
 from stoker_shared.text import message_line
 from stoker_shared.wire import (
     BATCH_KEY,
-    CLAIMED_KEY,
     COUNTS_KEY,
     DEFAULT_FAILURE_TTL_S,
     DEFAULT_JOB_TIMEOUT_S,
+    FIELD_BATCH,
     FIELD_DELIVERY,
+    FIELD_SAVING,
     MEMBERS_KEY,
     TAKEN_KEY,
 )
@@ -57,9 +60,9 @@ from stoker_worker.placement.placement import FRAGMENT, Placement, Writes, as_fi
 from stoker_worker.ports import Busy, Delivery, LastVersion, MemoryUse
 from stoker_worker.queue.cascade import model_of
 from stoker_worker.queue.client import lua
-from stoker_worker.queue.end import FOREIGN_ID, Claim, JobFinish, Requeue, RqClaimedJob, is_the_jobs
+from stoker_worker.queue.end import FOREIGN_ID, JobFinish, RqClaimedJob, is_the_jobs
 from stoker_worker.queue.in_flight import JobsInFlight
-from stoker_worker.queue.json_job import JobRun, JsonJob, is_rqs, raw
+from stoker_worker.queue.json_job import MOST_BYTES, READ_FIELDS, JobRun, JsonJob, fields_in, is_rqs, raw
 from stoker_worker.queue.lease import Lease, Members
 from stoker_worker.queue.registration import RqRegistration, member_of
 from stoker_worker.queue.waiting import Aside, QueueView
@@ -82,23 +85,25 @@ _LOOK_AROUND_S: Final = 0.5
 _REST_SHARE: Final = 20.0
 """Pause this many times as long as a scan took, which passes all jobs that are left to other workers."""
 
-_READS: Final = 10
 _WAITS: Final = (ScheduledJobRegistry, DeferredJobRegistry)
-_CANCELED: Final = (CanceledJobRegistry,)
-_REGISTRIES: Final = (*_WAITS, ReadyJobRegistry, FinishedJobRegistry, FailedJobRegistry, *_CANCELED)
-OVER: Final = {JobStatus.FINISHED, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED}
+_REGISTRIES: Final = (*_WAITS, ReadyJobRegistry, FinishedJobRegistry, FailedJobRegistry, CanceledJobRegistry)
+IN_THE_WAY: Final = PayloadRefused("RQ cannot start the job: a key of it has another type")
 
 
 class Granted(NamedTuple):
-    """A job that was claimed.
+    """A job that was claimed and started.
 
     Attributes:
         use: how it uses memory, as far as was known when it was claimed.
+        execution: ``None`` for one that cannot be started, and is still in the queue.
+        fields: of its hash, as in `fields_in`.
         last: as in `ClaimedJob`.
     """
 
     job_id: str
     use: MemoryUse
+    execution: Execution | None = None
+    fields: Mapping[bytes, bytes | int] = {}
     last: LastVersion | None = None
 
 
@@ -115,6 +120,7 @@ class Claimer:
         queue_name: str,
         lease: Lease,
         placement: Placement,
+        registration: RqRegistration,
         *,
         is_at_hand: Callable[[str], bool],
         patience_s: float = 0.0,
@@ -132,14 +138,14 @@ class Claimer:
         self._clock = clock
         self._queue_name = queue_name
         self._key = Queue(queue_name, connection=connection).key
-        claimed = CLAIMED_KEY.format(queue=queue_name, member=lease.member)
-        news = [TAKEN_KEY.format(queue=queue_name), COUNTS_KEY.format(queue=queue_name)]
-        agents = [*placement.held.values(), *placement.last.values()]
-        self._claim_keys = [self._key, claimed, lease.keys[0], MEMBERS_KEY, *news, WORKERS_SUSPENDED, *agents]
-        self._claim = connection.register_script(FRAGMENT + lua("claim"))
+        self._in_flight = registration.in_flight
+        self._worker_name = registration.name
+        self._about = json.dumps(_about(queue_name, lease, placement, registration))
+        self._claim = connection.register_script(FRAGMENT + lua("fields", "claim"))
         self._view = QueueView(connection, queue_name, is_at_hand)
         self.waiting = self._view.waiting
         self._passed_at: dict[str, float] = {}
+        self._elsewhere: dict[str, float] = {}
         self._idle_at = -inf  # when a claim left a place free
         self._has_untried = False
 
@@ -157,6 +163,17 @@ class Claimer:
     def has_unread(self) -> bool:
         """As `QueueView.has_unread`; also if the last claim found only jobs so far that are not ours to claim."""
         return self._view.has_unread or self._has_untried
+
+    def elsewhere(self) -> Iterable[str]:
+        """The ids that another worker ran at the last try, which is not long ago."""
+        now = time.monotonic()
+        self._elsewhere = {job_id: until for job_id, until in self._elsewhere.items() if until > now}
+        return self._elsewhere
+
+    def drop(self, job_id: str) -> None:
+        """Take an id that names no job to run out of the queue."""
+        self._connection.lrem(self._key, 1, raw(job_id))  # type: ignore[arg-type]
+        self.waiting.discard(job_id)
 
     def agents(self) -> frozenset[str]:
         """The agents of the waiting jobs that were read and may be claimed here; the same object until they change."""
@@ -233,34 +250,55 @@ class Claimer:
         """Claim the first `limit` of these that are ours to claim; and whether any was put aside."""
         if not chosen:
             return [], False
-        args: list[str | bytes | int] = [self._lease.value, self._lease.member, self._queue_name, limit]
-        uses = [self.waiting.use_of(job_id) for job_id in chosen]
-        for job_id, use in zip(chosen, uses, strict=True):
+        granted = [Granted(job_id, self.waiting.use_of(job_id)) for job_id in chosen if not is_rqs(job_id)]
+        for one in granted:
+            self.waiting.discard(one.job_id)
+        chosen, moment = [job_id for job_id in chosen if is_rqs(job_id)], now()
+        uses, runs = (
+            [self.waiting.use_of(job_id) for job_id in chosen],
+            [self._run(job_id, moment) for job_id in chosen],
+        )
+        at = moment.timestamp()
+        args: list[Any] = [self._about, self._lease.value, limit, utcformat(moment), int(at), at]
+        for job_id, use, run in zip(chosen, uses, runs, strict=True):
             word = b""
             if use.agent_id is not None:
                 mode = b"w" if use.access == "write" else b"r"
                 word = mode + (b"1" if self._is_impatient(job_id) else b"0") + as_field(use.agent_id)
-            args += [-1 if self.waiting.is_nearer_to_the_end(job_id) else 1, raw(job_id), word]
-        found = self._claim(keys=self._claim_keys, args=args)
-        if found is None:
-            return [], False
-        words = iter([word.decode(errors="replace") for word in found])
-        granted, has_put_aside = [], False
-        for job_id, use, (verdict, maker, number) in zip(
-            chosen, uses, zip(words, words, words, strict=True), strict=False
-        ):
-            if verdict == "claimed":
+            args += [-1 if self.waiting.is_nearer_to_the_end(job_id) else 1, raw(job_id), word, run.id]
+        keys = [self._key, self._lease.keys[0], WORKERS_SUSPENDED]
+        parts = iter((self._claim(keys=keys, args=args) if chosen else []) or [])
+        replies = list(zip(parts, parts, parts, parts, strict=True))
+        n_claimed, has_put_aside = 0, False
+        for job_id, use, run, (verdict, maker, number, values) in zip(chosen, uses, runs, replies, strict=False):
+            last = self._last(use, maker.decode(errors="replace"), int(number))
+            if verdict == b"claimed":
+                n_claimed += 1
                 self.waiting.serve(job_id)
-                granted.append(Granted(job_id, use, self._last(use, maker, int(number))))
-            elif verdict == "gone":  # somebody else took it from the list
-                self.waiting.discard(job_id)
-            elif verdict in ("held", "passed") and use.agent_id is not None:
-                tries_soon = Aside(job_id, "", self._clock() + _HELD_S)
-                self.waiting.lines.put_aside(
-                    use.agent_id, self._passed(job_id, member_of(maker)) if verdict == "passed" else tries_soon
-                )
+                granted.append(Granted(job_id, use, run, fields_in(values), last))
+            elif verdict in (b"held", b"passed") and use.agent_id is not None:
+                why = Aside(job_id, "", self._clock() + _HELD_S)
+                if verdict == b"passed":
+                    why = self._passed(job_id, member_of(maker.decode(errors="replace")))
+                self.waiting.lines.put_aside(use.agent_id, why)
                 has_put_aside = True
+            elif verdict == b"elsewhere":
+                self._elsewhere[job_id] = time.monotonic() + _LOOK_AGAIN_S
+            elif verdict != b"stale":  # somebody else took it from the list, or it is dropped
+                self.waiting.discard(job_id)
+                if verdict == b"over":
+                    log.info("no job %s waits any more; its id is dropped", job_id)
+                elif verdict == b"refused":
+                    granted.append(Granted(job_id, use))
+        self._has_untried |= bool(replies) and len(replies) < len(chosen) and n_claimed < limit
         return granted, has_put_aside
+
+    def _run(self, job_id: str, moment: datetime) -> Execution:
+        """The execution that the job gets if it is claimed."""
+        run = Execution(uuid4().hex, job_id, self._connection, self._worker_name)
+        run.created_at = run.last_heartbeat = moment
+        self._in_flight.starting(run)
+        return run
 
     def _last(self, use: MemoryUse, maker: str, number: int) -> LastVersion | None:
         """A job that only reads holds off nobody, so its worker cannot be certain that it knows the newest version."""
@@ -270,18 +308,36 @@ class Claimer:
         return LastVersion(number, member_of(maker), is_here)
 
 
-class EnqueuedAnew(Exception):
-    """The hash holds another delivery since it was read."""
+def _about(
+    queue_name: str, lease: Lease, placement: Placement, registration: RqRegistration
+) -> Mapping[str, str | int | Sequence[str]]:
+    """What the claim script needs to know, besides the jobs."""
 
+    def keys(name: str, registries: Sequence[type[BaseRegistry]]) -> list[str]:
+        return [registry(name, connection=registration.connection).key for registry in registries]
 
-class RunsElsewhere(Exception):
-    """Another member runs an earlier delivery of this id; the id has to wait until that run has ended."""
+    executions = ExecutionRegistry("", connection=registration.connection).key
+    execution = Execution("", "", connection=registration.connection).key.removesuffix(":")
+    started, scheduled, deferred, canceled = keys(queue_name, (StartedJobRegistry, *_WAITS, CanceledJobRegistry))
+    ttl_s = registration.execution_ttl_s
+    return {
+        **{"queue": queue_name, "member": lease.member, "worker": registration.name, "ttl": ttl_s},
+        **{"started": started, "scheduled": scheduled, "deferred": deferred, "canceled": canceled},
+        **{"held": [*placement.held.values()], "last": [*placement.last.values()], "members": MEMBERS_KEY},
+        **{"is_shared": bool(lease.shared), "taken": TAKEN_KEY.format(queue=queue_name)},
+        **{"counts": COUNTS_KEY.format(queue=queue_name), "batches": BATCH_KEY.format(batch="")},
+        **{"jobs": Job.key_for(""), "executions": executions, "execution": execution},
+        **{"of_worker": WORKER_EXECUTIONS_KEY_TEMPLATE.format(registration.name)},
+        **{"registries": [key for name in registration.queue_names() for key in keys(name, _REGISTRIES)]},
+        **{"fields": [name.decode() for name in READ_FIELDS], "most_bytes": MOST_BYTES, "delivery": FIELD_DELIVERY},
+        **{"saving": FIELD_SAVING, "batch": FIELD_BATCH, "failure_ttl": DEFAULT_FAILURE_TTL_S},
+    }
 
 
 class JobStart:
-    """Reads claimed jobs, starts them in RQ's terms, and numbers them."""
+    """Reads started jobs, and numbers them."""
 
-    def __init__(self, connection: Redis, registration: RqRegistration, lease: Lease, ends: JobFinish) -> None:
+    def __init__(self, connection: Redis, registration: RqRegistration, ends: JobFinish) -> None:
         """
         Args:
             ends: given to each claimed job; it also ends a job that cannot be run.
@@ -289,35 +345,32 @@ class JobStart:
         self._ends = ends
         self._in_flight = registration.in_flight
         self._connection = connection
-        self._lease = lease
-        self._worker_name = registration.name
-        self._execution_ttl_s = registration.execution_ttl_s
-        self._start_script = connection.register_script(lua("holds", "delivery", "start"))
-        self._registries = [key for name in registration.queue_names() for key in self._keys(name, _REGISTRIES)]
         self._last_resort = ends.last_resort
         self._claim_numbers = itertools.count()
 
-    def start(self, queue_name: str, job_id: str, last: LastVersion | None) -> RqClaimedJob | None:
-        """``None`` if there is no job of this id that can run, or if it was refused.
+    def start(self, queue_name: str, granted: Granted) -> RqClaimedJob | None:
+        """``None`` if the job was refused.
 
         Raises:
-            RunsElsewhere: its id has to wait; it is still among the claimed ones.
-            RedisError: the server went away meanwhile; recovery finds a job that was begun.
+            RedisError: the server went away meanwhile; recovery finds the job.
         """
-        if not is_rqs(job_id):
-            self._give_up(queue_name, job_id, FOREIGN_ID)
+        job_id, execution = granted.job_id, granted.execution
+        if execution is None:
+            self._give_up(queue_name, job_id, IN_THE_WAY if is_rqs(job_id) else FOREIGN_ID)
             return None
-        for _ in range(_READS):
-            try:
-                return self._start(queue_name, job_id, last)
-            except EnqueuedAnew:
-                continue
-            except RunsElsewhere:
-                raise
-            except Exception as error:
-                self._give_up(queue_name, job_id, error)
-                return None
-        self._give_up(queue_name, job_id, PayloadRefused("its hash is written all the time"))
+        rq_job = JsonJob(job_id, connection=self._connection)
+        run = JobRun(rq_job, execution)
+        try:
+            rq_job.restore(granted.fields)
+            rq_job.origin, rq_job.worker_name = queue_name, execution.worker_name
+            rq_job.started_at = rq_job.last_heartbeat = execution.created_at
+            rq_job._status = JobStatus.STARTED
+            return self._claimed(run, rq_job.read_request(), granted.last)
+        except RequestError as error:
+            log_failure(job_id, error, queue=queue_name)
+            self._refuse(run, error)
+        except Exception as error:
+            self._give_up(queue_name, job_id, error, execution)
         return None
 
     def _give_up(self, queue_name: str, job_id: str, error: Exception, execution: Execution | None = None) -> None:
@@ -332,82 +385,6 @@ class JobStart:
             error = PayloadRefused(f"RQ cannot start the job: {message_line(error)}")
         with suppress(OwnershipLost):  # nothing is ours to write
             self._last_resort.fail(queue_name, job_id, f"{type(error).__name__}: {error}", execution)
-
-    def _start(self, queue_name: str, job_id: str, last: LastVersion | None) -> RqClaimedJob | None:
-        rq_job = self._read(job_id)
-        # A job that is over was canceled since the claim, or its id was in the queue twice.
-        if rq_job is None or rq_job.get_status(refresh=False) in OVER:
-            log.info("no job %s waits any more; its id is dropped", job_id)
-            self.drop_id(queue_name, job_id)
-            return None
-        rq_job.origin = queue_name
-        try:
-            execution = self._begin(rq_job)
-        except NoSuchJobError:
-            self.drop_id(queue_name, job_id)
-            return None
-        except OwnershipLost as error:
-            log.warning("not started: %s", error)
-            return None
-        run = JobRun(rq_job, execution)
-        try:
-            return self._claimed(run, rq_job.read_request(), last)
-        except RequestError as error:
-            log_failure(job_id, error, queue=queue_name)
-            self._refuse(run, error)
-        except Exception as error:
-            self._give_up(queue_name, job_id, error, execution)
-        return None
-
-    def _begin(self, rq_job: JsonJob) -> Execution:
-        """Write execution, registry entry and status, in one step, while the claim is ours.
-
-        A worker that slept after its claim would otherwise restart a job that another worker has finished, and a job
-        that was canceled just now would be both started and canceled.
-
-        Args:
-            rq_job: as it was read; its `origin` is the queue that it was claimed from.
-
-        Raises:
-            EnqueuedAnew: the id has another delivery since the job was read.
-            NoSuchJobError: the job was withdrawn, or waits or runs elsewhere.
-            OwnershipLost: the claim is no longer this worker's.
-            RunsElsewhere: another member runs another delivery.
-            RedisError: the server went away; recovery finds a job that was begun.
-        """
-        queue_name, ttl_s = rq_job.origin, self._execution_ttl_s
-        execution = Execution(uuid4().hex, rq_job.id, self._connection, self._worker_name)
-        self._in_flight.starting(execution)
-        keys = [
-            *self._lease.keys,
-            CLAIMED_KEY.format(queue=queue_name, member=self._lease.member),
-            rq_job.key,
-            *self._keys(queue_name, _WAITS),
-            MEMBERS_KEY,
-            BATCH_KEY.format(batch=rq_job.batch),
-            *self._keys(queue_name, _CANCELED),
-            execution.key,
-            ExecutionRegistry(rq_job.id, connection=self._connection).key,
-            rq_job.started_job_registry.key,
-            execution.worker_executions_key,
-            *self._registries,
-        ]
-        failure_ttl_s = DEFAULT_FAILURE_TTL_S if rq_job.failure_ttl is None else rq_job.failure_ttl
-        prefix = execution.key.removesuffix(execution.id)
-        moment = rq_job.started_at = rq_job.last_heartbeat = execution.created_at
-        args = [*self._lease.args, rq_job.id, rq_job.stamp, FIELD_DELIVERY, failure_ttl_s, prefix, ttl_s]
-        args += [utcformat(moment), int(moment.timestamp()), execution.id, self._worker_name]
-        args += itertools.chain.from_iterable(execution.serialize().items())
-        verdict: int = self._start_script(keys=keys, args=args)
-        if verdict == 1:
-            rq_job.worker_name, rq_job._status = self._worker_name, JobStatus.STARTED
-            return execution
-        if verdict == 0:
-            raise OwnershipLost(f"job {rq_job.id} is no longer claimed by this worker")
-        raise {-2: EnqueuedAnew, -3: RunsElsewhere}.get(verdict, NoSuchJobError)
-
-    def _keys(self, queue_name: str, registries: Sequence[type[BaseRegistry]]) -> list[str]:
-        return [registry(queue_name, connection=self._connection).key for registry in registries]
 
     def _claimed(
         self, run: JobRun, request: GenerationRequest | AgentRequest, last: LastVersion | None
@@ -448,17 +425,6 @@ class JobStart:
                 if not tries_left:
                     raise
 
-    def drop_id(self, queue_name: str, job_id: str) -> None:
-        """Forget a claimed id that names no job to run."""
-        key = CLAIMED_KEY.format(queue=queue_name, member=self._lease.member)
-        self._connection.lrem(key, 1, raw(job_id))  # type: ignore[arg-type]
-
-    def _read(self, job_id: str) -> JsonJob | None:
-        try:
-            return cast(JsonJob, JsonJob.fetch(job_id, connection=self._connection))
-        except NoSuchJobError:  # its time to live in the queue has passed
-            return None
-
 
 class ClaimOrder:
     """Claims the next jobs of all queues, starts them, and enters them into the table of jobs in flight.
@@ -476,17 +442,14 @@ class ClaimOrder:
         claimers: Mapping[str, Claimer],
         members: Members,
         job_start: JobStart,
-        requeue: Requeue,
         in_flight: JobsInFlight[RqClaimedJob],
     ) -> None:
         self.claimers = claimers
         self.has_unread = self.knows_all = False
         self._members = members
         self._job_start = job_start
-        self._requeue = requeue
         self._in_flight = in_flight
         self._repeated_ids: set[str] = set()
-        self._elsewhere: dict[str, float] = {}
         self._quarantined_since: float | None = None
         self.has_claimed = self.is_suspended = False
         self._look = Periodic(_LOOK_AROUND_S)
@@ -523,10 +486,9 @@ class ClaimOrder:
         if limit > 0 and not self._in_flight and self._claim_quarantined(busy, claimed):
             return
         room = 0 if self._quarantined_comes_first(busy) else limit
-        self._repeated_ids.intersection_update(self._in_flight)
-        now = time.monotonic()
-        self._elsewhere = {job_id: until for job_id, until in self._elsewhere.items() if until > now}
-        busy = replace(busy, job_ids=frozenset(self._repeated_ids | self._elsewhere.keys()))
+        self._look_for_repeated()
+        elsewhere = (job_id for claimer in self.claimers.values() for job_id in claimer.elsewhere())
+        busy = replace(busy, job_ids=frozenset([*self._repeated_ids, *elsewhere]))
         for name, claimer in self.claimers.items():
             if len(claimed) < room:
                 beside = busy.beside(job.memory_use for job in claimed)
@@ -571,33 +533,26 @@ class ClaimOrder:
         return not frozenset(waits).isdisjoint(self._members.duties())
 
     def _start(self, name: str, granted: Granted, busy: Busy, claimed: list[RqClaimedJob]) -> None:
-        job_id = granted.job_id
-        if (running := self._in_flight.get(job_id)) is not None:
-            self._put_back(name, running)
-        elif (job := self._started(name, granted)) is not None:
-            is_quarantined = job.attempt > 1
-            beside = busy.beside(other.memory_use for other in claimed)
-            is_misread = job.memory_use != granted.use
-            if is_misread or beside.bars(job.memory_use) or (is_quarantined and self._in_flight):
-                # The job has changed since it was read, or its producer's note is wrong. It waits until it may run.
-                self.claimers[name].correct(job_id, job.memory_use, quarantined=is_quarantined)
-                job.give_back(counts_as_attempt=False)
-            else:
-                self._in_flight.add(job)
-                claimed.append(job)
-
-    def _started(self, name: str, granted: Granted) -> RqClaimedJob | None:
-        try:
-            return self._job_start.start(name, granted.job_id, granted.last)
-        except RunsElsewhere:
-            self._requeue(Claim(granted.job_id, name, None), counts_as_attempt=False)
-            self._elsewhere[granted.job_id] = time.monotonic() + _LOOK_AGAIN_S
-            return None
-
-    def _put_back(self, name: str, running: RqClaimedJob) -> None:
-        """The id of a running job was claimed once more. It waits, unless it is the delivery that runs."""
-        if running.is_ours():
-            self._job_start.drop_id(name, running.job_id)
+        if (job := self._job_start.start(name, granted)) is None:
+            return
+        is_quarantined = job.attempt > 1
+        beside = busy.beside(other.memory_use for other in claimed)
+        is_misread = job.memory_use != granted.use
+        if is_misread or beside.bars(job.memory_use) or (is_quarantined and self._in_flight):
+            # The job has changed since it was read, or its producer's note is wrong. It waits until it may run.
+            self.claimers[name].correct(job.job_id, job.memory_use, quarantined=is_quarantined)
+            job.give_back(counts_as_attempt=False)
         else:
-            self._requeue(Claim(running.job_id, name, None), counts_as_attempt=False)
-            self._repeated_ids.add(running.job_id)
+            self._in_flight.add(job)
+            claimed.append(job)
+
+    def _look_for_repeated(self) -> None:
+        """The ids of running jobs that are in a queue once more. They wait, unless it is the delivery that runs."""
+        self._repeated_ids.intersection_update(self._in_flight)
+        for job in self._in_flight.snapshot():
+            for claimer in self.claimers.values():
+                if job.job_id in claimer.waiting and job.job_id not in self._repeated_ids:
+                    if job.is_ours():
+                        claimer.drop(job.job_id)
+                    else:
+                        self._repeated_ids.add(job.job_id)

@@ -43,7 +43,6 @@ from stoker_shared.errors import InvalidRequest, OwnershipLost, RedisUnavailable
 from stoker_shared.route import RouteStep
 from stoker_shared.text import message_line
 from stoker_shared.wire import (
-    CLAIMED_KEY,
     DEFAULT_FAILURE_TTL_S,
     DEFAULT_RESULT_TTL_S,
     ENDED_KEY,
@@ -89,8 +88,7 @@ class Claim:
     """A job id that was taken out of its queue.
 
     Attributes:
-        execution: ``None`` for a job that was claimed but not started.
-        claimed_key: the list with its id then, if it is not that of the member in whose name the job is put back.
+        execution: ``None`` for an id that RQ's own dequeue has left in the list `left_in`.
         worker_lost: its worker is gone; otherwise it is this worker's own, and counts no loss.
         alone: no other job was in flight beside it.
     """
@@ -100,7 +98,7 @@ class Claim:
     execution: Execution | None
     worker_lost: bool = False
     alone: bool = False
-    claimed_key: str | None = None
+    left_in: str = ""
 
 
 class Requeue:
@@ -139,10 +137,10 @@ class Requeue:
         member = execution.composite_key if execution else ""
         keys: list[str | bytes] = [
             queue_key,
-            claim.claimed_key or CLAIMED_KEY.format(queue=claim.queue, member=self._lease.member),
+            claim.left_in or queue_key,  # each key has to be one that the worker's user may use
             StartedJobRegistry(claim.queue, connection=self._connection).key,
             raw(Job.key_for(claim.job_id)),
-            execution.key if execution else "",
+            execution.key if execution else queue_key,
             raw(ExecutionRegistry(claim.job_id, connection=self._connection).key),
             WORKER_EXECUTIONS_KEY_TEMPLATE.format(execution.worker_name if execution else ""),
             self._lease.keys[0],
@@ -159,6 +157,7 @@ class Requeue:
             claim.queue,
             FIELD_LOST_ALONE,
             int(claim.alone),
+            int(bool(claim.left_in)),
         ]
         return self._script(keys=keys, args=args, client=client)
 
@@ -289,7 +288,7 @@ class LastResort:
         self._script = connection.register_script(lua("holds", "fail"))
 
     def fail(self, queue_name: str, job_id: str, line: str, execution: Execution | None = None) -> None:
-        """Fail a claimed or started job; only drop it if no job of this id waits or runs.
+        """Fail a waiting or started job; only drop it if no job of this id waits or runs.
 
         Args:
             line: the reason.
@@ -298,15 +297,15 @@ class LastResort:
             OwnershipLost: the job is not this worker's any more.
             RedisError: the server went away; recovery finds the job.
         """
-        member = execution.composite_key if execution else ""
+        member, queue_key = execution.composite_key if execution else "", Queue(queue_name, self._connection).key
         keys: list[str | bytes] = [
             *self._lease.keys,
-            CLAIMED_KEY.format(queue=queue_name, member=self._lease.member),
+            queue_key,
             raw(Job.key_for(job_id)),
             raw(Result.get_key(job_id)),
             FailedJobRegistry(queue_name, connection=self._connection).key,
             StartedJobRegistry(queue_name, connection=self._connection).key,
-            execution.key if execution else "",
+            execution.key if execution else queue_key,
             raw(ExecutionRegistry(job_id, connection=self._connection).key),
             WORKER_EXECUTIONS_KEY_TEMPLATE.format(execution.worker_name if execution else ""),
         ]

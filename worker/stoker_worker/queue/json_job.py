@@ -59,7 +59,7 @@ _WAITING: Final = (JobStatus.DEFERRED.value.encode(), JobStatus.READY_TO_ENQUEUE
 OF_THE_RUN: Final = (FIELD_ATTEMPTS, FIELD_LOST_ALONE, FIELD_SAVING)
 """Fields that a job's hash loses when a run of it ends, unless the job is put back."""
 
-_MOST_BYTES: Final = 2 * MAX_DATA_BYTES
+MOST_BYTES: Final = 2 * MAX_DATA_BYTES
 """Bytes of all fields that are read, as they are stored."""
 
 
@@ -99,14 +99,10 @@ class JsonJob(Job):
     """True if its producer wants a compressed result."""
     tried: str = ""
     """Its `FIELD_TRIED`."""
-    batch: str = ""
-    """The batch with which it may be canceled; empty for none."""
     was_saving: bool = False
     """True if an earlier run of this delivery had begun to save its turn."""
     data_hash: bytes = b""
     """The `hash_of` the data, unpacked."""
-    stamp: str = ""
-    """The `delivery_stamp` of the hash as it was read."""
 
     def restore(self, raw_data: Any) -> Any:
         # First of all: RQ restores `meta` and old results with the serializer, which is pickle by default.
@@ -119,12 +115,10 @@ class JsonJob(Job):
             names = ", ".join(sorted(name.decode() for name in malformed))
             self.payload_error = PayloadRefused(f"the job's hash is malformed: {names}")
         self.raw_repeats_left = raw_data.get(b"repeats_left", b"")
-        if not too_long:
-            self.stamp = delivery_stamp(raw_data.get(b"created_at", b""), self.raw_repeats_left, data)
         if b"data" in too_long or len(unpacked(data)) > MAX_DATA_BYTES:
             self.payload_error = RequestTooLarge(f"the request is over the limit of {MAX_REQUEST_BYTES} bytes")
             data = b"[]"
-        known = (name for name in _READ_FIELDS if raw_data.get(name) and name not in malformed)
+        known = (name for name in READ_FIELDS if raw_data.get(name) and name not in malformed)
         super().restore({name: raw_data[name] for name in known} | {b"data": data})
         self.data_hash = hash_of(self.data)
         self.worker_losses = as_count(raw_data.get(FIELD_ATTEMPTS.encode()))
@@ -137,8 +131,6 @@ class JsonJob(Job):
         self.raw_created_at = raw_data.get(b"created_at", b"").decode(errors="replace")
         saving = raw_data.get(FIELD_SAVING.encode(), b"").decode(errors="replace")
         self.was_saving = saving == (self.raw_created_at or "-")
-        if not self.was_saving:
-            self.batch = raw_data.get(FIELD_BATCH.encode(), b"").decode(errors="replace")
         self.tried = raw_data.get(FIELD_TRIED.encode(), b"").decode(errors="replace")
 
     def to_dict(self, include_meta: bool = True, include_result: bool = True) -> dict[str, Any]:
@@ -152,7 +144,7 @@ class JsonJob(Job):
         Raises:
             NoSuchJobError: there is none.
         """
-        fields = _fields(ask_fields(self.connection, self.key, _READ_FIELDS, _MOST_BYTES))
+        fields = fields_in(ask_fields(self.connection, self.key, READ_FIELDS, MOST_BYTES))
         if not fields:
             raise NoSuchJobError(f"No such job: {self.key}")
         self.restore(fields)
@@ -167,12 +159,12 @@ class JsonJob(Job):
         ids = list(job_ids)
         with connection.pipeline(transaction=False) as pipeline:
             for job_id in ids:
-                ask_fields(pipeline, cls.key_for(job_id), _READ_FIELDS, _MOST_BYTES)
+                ask_fields(pipeline, cls.key_for(job_id), READ_FIELDS, MOST_BYTES)
             replies = pipeline.execute(raise_on_error=False)
         found: list[Job | None] = []
         for job_id, values in zip(ids, replies, strict=True):
             job = None
-            if not isinstance(values, Exception) and (fields := _fields(values)):
+            if not isinstance(values, Exception) and (fields := fields_in(values)):
                 job = cls(job_id, connection=connection, serializer=serializer)
                 job.restore(fields)
             found.append(job)
@@ -257,12 +249,14 @@ class JsonJob(Job):
 
 def ask_fields(client: Redis | Pipeline, key: str, names: Sequence[str | bytes], most_bytes: int) -> Any:
     """As HMGET, but in place of each value that would make the reply longer than `most_bytes` there is its length."""
-    return client.register_script(lua("fields"))(keys=[key], args=[most_bytes, *names])
+    script = lua("fields") + "return (fields_of(KEYS[1], tonumber(ARGV[1]), {unpack(ARGV, 2)}))"
+    return client.register_script(script)(keys=[key], args=[most_bytes, *names])
 
 
-def _fields(values: Sequence[bytes | int | None]) -> dict[bytes, bytes | int]:
-    """The fields for `JsonJob.restore`. A value that is too long is replaced by its length."""
-    named = zip(_READ_FIELDS, values, strict=True)
+def fields_in(values: Sequence[bytes | int | None]) -> dict[bytes, bytes | int]:
+    """The fields for `JsonJob.restore`, from the values of `READ_FIELDS`. A value that is too long is replaced by its
+    length."""
+    named = zip(READ_FIELDS, values, strict=True)
     return {name: value for name, value in named if value is not None}
 
 
@@ -359,7 +353,7 @@ _FORMS: Final[Mapping[bytes, Callable[[bytes], object]]] = {
 """The type of each field that RQ decodes. RQ reads an empty field as a missing one, nearly everywhere."""
 
 _OURS: Final = (FIELD_ATTEMPTS, FIELD_LOST_ALONE, FIELD_STREAM, FIELD_PACKED, FIELD_SAVING, FIELD_BATCH, FIELD_TRIED)
-_READ_FIELDS: Final = (b"data", b"meta", *_FORMS, *(name.encode() for name in _OURS))
+READ_FIELDS: Final = (b"data", b"meta", *_FORMS, *(name.encode() for name in _OURS))
 """The fields that are read. Nothing here needs an old result or failure, which may unpack to gigabytes."""
 
 

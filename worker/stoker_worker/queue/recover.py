@@ -31,7 +31,7 @@ from rq.worker import BaseWorker
 from rq.worker_registration import REDIS_WORKER_KEYS, WORKERS_BY_QUEUE_KEY, get_keys
 
 from stoker_shared.errors import QueueHeld
-from stoker_shared.wire import CLAIMED_KEY, MEMBERS_KEY
+from stoker_shared.wire import MEMBERS_KEY
 from stoker_worker.queue.client import lua
 from stoker_worker.queue.end import Claim, FollowUp, Requeue
 from stoker_worker.queue.json_job import raw, text
@@ -90,7 +90,7 @@ class Recoverer:
         queues = list(dict.fromkeys([*lease.queues, *lease.former_queues]))
         started = self._started(queues)
         members.look(asks_processes=True)  # after that: whoever has an execution was a member before
-        found = self._orphans(lease.member, queues, started, own_ids)
+        found = self._orphans(lease.member, started, own_ids)
         recovered = self._put_back(self._requeue, [*found, *self._nobodys(queues, started)])
         self._follow_up.catch_up(queues, own_ids, members.everybody - {lease.member})
         lease.settle()
@@ -109,7 +109,7 @@ class Recoverer:
         except QueueHeld:
             return 0
         started = self._started(queues)  # as it is now: the dead one starts and ends nothing any more
-        found = self._orphans(name, queues, started)
+        found = self._orphans(name, started)
         recovered = self._put_back(Requeue(self._connection, lease), found)
         living = (self._members.everybody | {self._lease.member}) - {name}
         self._follow_up.catch_up(queues, frozenset(), living)
@@ -143,9 +143,7 @@ class Recoverer:
         """Two round trips for each queue."""
         return Started(tuple((queue, execution) for queue in queues for execution in self._executions(queue)))
 
-    def _orphans(
-        self, member: str, queues: Iterable[str], started: Started, own_ids: frozenset[str] = frozenset()
-    ) -> list[Claim]:
+    def _orphans(self, member: str, started: Started, own_ids: frozenset[str] = frozenset()) -> list[Claim]:
         """A member's jobs in flight that no worker runs.
 
         Args:
@@ -159,10 +157,6 @@ class Recoverer:
                 found.append(Claim(execution.job_id, queue, execution))
         beside = Counter(_owner(orphan) for orphan in found)
         found = [replace(orphan, alone=beside[_owner(orphan)] == 1) for orphan in found]
-        for queue in queues:
-            # An id that runs elsewhere was enqueued again meanwhile: it goes back, and is dropped or waits at its turn.
-            running = {execution.job_id for name, execution in started.of(member) if name == queue}
-            found += self._claimed(queue, CLAIMED_KEY.format(queue=queue, member=member), running)
         return found
 
     def _nobodys(self, queues: Iterable[str], started: Started) -> list[Claim]:
@@ -173,9 +167,10 @@ class Recoverer:
             if execution.worker_name == ""
         ]
         for queue in queues:
-            key = Queue(queue, connection=self._connection).key
+            key = IntermediateQueue.get_intermediate_queue_key(Queue(queue, connection=self._connection).key)
             running = {execution.job_id for name, execution in started.executions if name == queue}
-            found += self._claimed(queue, IntermediateQueue.get_intermediate_queue_key(key), running)
+            left = map(text, cast(list[bytes], self._connection.lrange(key, 0, -1)))
+            found += [Claim(job_id, queue, None, left_in=key) for job_id in left if job_id not in running]
         return found
 
     def _latest_first(self, found: Sequence[Claim]) -> list[Claim]:
@@ -201,11 +196,6 @@ class Recoverer:
         for execution, reply in zip(executions, replies, strict=True):
             execution.worker_name = reply.decode(errors="replace") if isinstance(reply, bytes) else ""
         return executions
-
-    def _claimed(self, queue: str, key: str, running: Container[str]) -> Iterator[Claim]:
-        for entry in cast(list[bytes], self._connection.lrange(key, 0, -1)):
-            if (job_id := text(entry)) not in running:
-                yield Claim(job_id, queue, None, claimed_key=key)
 
 
 def _owner(orphan: Claim) -> str:
@@ -309,7 +299,7 @@ class LostJobs:
             MEMBERS_KEY,
         ]
         args: list[str | bytes] = [self._lease.value, job_id, status, enqueued_at, started_at]
-        args += [Execution("", job_id.decode(), connection=connection).key, CLAIMED_KEY.format(queue=name, member="")]
+        args.append(Execution("", job_id.decode(), connection=connection).key)
         put_back: int = self._put_back_script(keys=keys, args=args)
         if put_back:
             log.warning("job %s was in no list and is back in queue %s", job_id.decode(), name)

@@ -14,7 +14,6 @@ from dataclasses import asdict, fields
 from typing import Any, Final
 
 from redis import Redis
-from redis.client import Pipeline
 from rq import worker_registration
 from rq.command import parse_payload
 from rq.executions import ExecutionRegistry
@@ -39,12 +38,6 @@ _SUFFIX: Final = re.compile(r"-[0-9a-f]{8}$")
 _SAYS_IGNORED_S: Final = 60.0
 _MOST_SHOWN: Final = 100
 _LAST_WAIT_S: Final = 2.0  # longer than a try to connect that `shut_down` has shortened
-
-# Only into a hash that exists: a worker that fell asleep half-way would otherwise bring back one field of a hash that
-# others have removed, and a worker killed just then would leave it there for ever.
-_WRITE_STATE = """
-if redis.call('HGET', KEYS[1], 'birth') then redis.call('HSET', KEYS[1], 'state', ARGV[1]) end
-"""
 
 
 def new_worker_name(member: str) -> str:
@@ -101,7 +94,6 @@ class RqRegistration(BaseWorker):
         self._ttl_ms = max(1, int(worker_ttl_s * 1000))
         self._process = ProcessIdentity.of_this_process()
         self.execution_ttl_s = execution_ttl_s
-        self._write_state = connection.register_script(_WRITE_STATE)
         self._beat_script = connection.register_script(lua("beat"))
         self.log_result_lifespan = False
         self.log = logging.getLogger("stoker_worker.rq")
@@ -135,7 +127,7 @@ class RqRegistration(BaseWorker):
             self.pubsub_thread.join(0.1)  # then once more: it may have been connecting anew
 
     def register_death(self) -> None:
-        self.connection.hset(self.key, mapping=self.serialize() | self._counts())
+        self.connection.hset(self.key, mapping=self.serialize() | {"state": "idle"} | self._counts())
         super().register_death()  # type: ignore[no-untyped-call]
         self.connection.delete(WORKER_KEY.format(name=self.name))
 
@@ -178,14 +170,6 @@ class RqRegistration(BaseWorker):
         which = {"member": member_of(self.name), "queues": self.queue_names(), "leaving": self.is_leaving}
         rest = {"started_at": started_at, "now": {**self.figures()}}
         return {**which, **serving, **where, **rest}
-
-    def set_state(self, state: str, pipeline: Pipeline | None = None) -> None:
-        if pipeline is None:
-            self._state = state
-            self._write_state(keys=[self.key], args=[state])
-        else:
-            super().set_state(state, pipeline)
-            pipeline.pexpire(self.key, self._ttl_ms)
 
     def count_end(self, job: Job, how: str) -> None:
         """Count a run that has ended; the next beat shows it. Any thread."""
@@ -232,7 +216,5 @@ class RqRegistration(BaseWorker):
         self._is_unsubscribing.wait(1.0)
 
     def settle_state(self, *, is_busy: bool) -> None:
-        """Show `idle` when nothing runs: RQ sets `busy` with each execution, and `idle` only in its own loop."""
-        wanted = "busy" if is_busy else "idle"
-        if self.get_state() != wanted:
-            self.set_state(wanted)
+        """The next beat shows it."""
+        self._state = WorkerStatus.BUSY if is_busy else WorkerStatus.IDLE

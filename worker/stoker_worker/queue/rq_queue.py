@@ -82,14 +82,16 @@ class RqQueue(QueuePort):
         self._ownership = Ownership(connection, lease)
         self._job_finish = ends = JobFinish(connection, registration, self._ownership, placement)
         self._streams, self._progress = ends.streams, ends.progress
-        self._job_start = JobStart(connection, registration, lease, ends)
+        self._job_start = JobStart(connection, registration, ends)
         self._recoverer = Recoverer(connection, lease, members)
         self._housekeeping = Housekeeping(connection, lease, members, placement)
         claimers = {
-            name: Claimer(connection, name, lease, placement, is_at_hand=is_at_hand, patience_s=patience_s)
+            name: Claimer(
+                connection, name, lease, placement, registration, is_at_hand=is_at_hand, patience_s=patience_s
+            )
             for name in queues
         }
-        self._claim_order = ClaimOrder(claimers, members, self._job_start, ends.requeue, in_flight)
+        self._claim_order = ClaimOrder(claimers, members, self._job_start, in_flight)
         self._to_announce: Serving | None = None
         self._suspended = False
         self._in_doubt = False

@@ -1,50 +1,119 @@
--- KEYS: queue, this member's claimed ids, its lease, members, taken ids, counts, the operator's suspension, then `held`
--- and then `last` of all of this worker's queues. ARGV: lease's value, member, queue, how many to claim at most; then
--- for each id the end from which it is looked for (walking past 50,000 others takes the server a millisecond), the id,
--- and its use: empty for a job without an agent, else `w` or `r`, `1` if this worker's patience with the job is over,
--- else `0`, and the agent.
+-- After placement.lua and fields.lua. Claims jobs and starts them: RQ's `dequeue`, `prepare_execution` and
+-- `prepare_job_execution` in one step. A job waits or is started, never between.
 --
--- An id is moved as a whole: after a crash it is always in the queue or among the claimed ids. For each id, until so
--- many are claimed, the reply has three words: the verdict, the worker that made its agent's newest version, and that
--- version's number. `claimed`: it is ours. `held`, `stale`: as in `placement.lua`. `passed`: it is left to that worker
--- for a while. `gone`: it is not in the queue.
-if redis.call('GET', KEYS[3]) ~= ARGV[1] or redis.call('EXISTS', KEYS[7]) == 1 then return false end
-local member, queue, held, last = ARGV[2], ARGV[3], {}, {}
-local n_queues = (#KEYS - 7) / 2
-for i = 1, n_queues do held[i], last[i] = KEYS[7 + i], KEYS[7 + n_queues + i] end
-local is_shared = redis.call('HLEN', KEYS[4]) > 1
+-- KEYS: the queue, this member's lease, the operator's suspension. ARGV: what stays the same, as `Claimer` gives it; the lease's value; how many to
+-- claim at most; the time as RQ writes it, in seconds, and as executions have it. Then for each id the end from which it
+-- is looked for (walking past 50,000 others takes the server a millisecond), the id, its use (empty for a job without an
+-- agent, else `w` or `r`, `1` if this worker's patience with the job is over, else `0`, and the agent), and the id that
+-- its execution gets.
+--
+-- For each id, until so many are claimed, the reply has four parts: the verdict, the worker that made its agent's newest
+-- version, that version's number, and the job's fields. `claimed`: it is ours. `held`, `stale`: as in `placement.lua`.
+-- `passed`: it is left to that worker for a while. `gone`: it is not in the queue. `over`: it is no job that waits, or
+-- runs at another member; it was dropped. `elsewhere`: another member runs another delivery of it. `refused`: a key of
+-- another type is in the way.
+local queue, it, limit, written_at, now, at = KEYS[1], cjson.decode(ARGV[1]), tonumber(ARGV[3]), unpack(ARGV, 4, 6)
+local lease, suspended = unpack(redis.call('MGET', KEYS[2], KEYS[3]))
+if lease ~= ARGV[2] or suspended then return false end
+local room, n_claimed, found = it.most_bytes, 0, {}
+local is_over = {finished = true, failed = true, stopped = true, canceled = true}
 
 local function decide(id, agent, mode, is_impatient)
-  local barred = bar(held, queue, agent, mode, id)
+  local barred = bar(it.held, it.queue, agent, mode, id)
   if barred then return barred, '', 0 end
-  local maker, number = last_of(last, agent)
+  local maker, number = last_of(it.last, agent)
   local maker_name = member_of(maker)
-  if maker_name ~= member and not is_impatient and is_ready(KEYS[4], maker_name, queue) then
+  if maker_name ~= it.member and not is_impatient and is_ready(it.members, maker_name, it.queue) then
     return 'passed', maker, number
   end
   return 'claimed', maker, number
 end
 
-local found, n_claimed = {}, 0
-for i = 5, #ARGV, 3 do
-  if n_claimed == tonumber(ARGV[4]) then break end
-  local id, mode, agent = ARGV[i + 1], string.sub(ARGV[i + 2], 1, 1), string.sub(ARGV[i + 2], 3)
-  local verdict, maker, number = 'claimed', '', 0
-  if mode ~= '' then verdict, maker, number = decide(id, agent, mode, string.sub(ARGV[i + 2], 2, 2) == '1') end
-  if verdict == 'claimed' then
-    if redis.call('LREM', KEYS[1], ARGV[i], id) == 1 then
-      redis.call('RPUSH', KEYS[2], id)
-      n_claimed = n_claimed + 1
-      if mode ~= '' then hold(held, queue, member, agent, mode, id) end
-      if is_shared then
-        redis.call('RPUSH', KEYS[5], id)
-        redis.call('HINCRBY', KEYS[6], 'taken', 1)
-      end
-    else
-      verdict = 'gone'
+local function is_in(registry, id) -- any producer can write a registry of another type, if there is none yet
+  return type(redis.pcall('ZSCORE', registry, id)) == 'string'
+end
+
+local function is_canceled(job, id, f)
+  local batch = f[it.saving] ~= (f.created_at or '-') and type(f[it.batch]) == 'string' and f[it.batch] or ''
+  if batch == '' or type(redis.pcall('HGET', it.batches .. batch, 'canceled')) ~= 'string' then return false end
+  local ttl_s = tonumber(f.failure_ttl or '') or it.failure_ttl
+  redis.call('HSET', job, 'status', 'canceled')
+  redis.pcall('ZADD', it.canceled, redis.call('TIME')[1], id)
+  if ttl_s > 0 then redis.pcall('EXPIRE', job, ttl_s) end
+  return true
+end
+
+-- Whether another member runs the id: this delivery, so that the id is over, or another one, which has to end first.
+local function run_by_another(id, executions, delivery)
+  for _, execution in ipairs(executions) do
+    local run = redis.pcall('HMGET', it.execution .. id .. ':' .. execution, 'worker_name', it.delivery)
+    for _, member in ipairs(run[1] and run[1] ~= it.worker and redis.call('HVALS', it.members) or {}) do
+      if string.find(member, '"' .. run[1] .. '"', 1, true) then return run[2] == delivery and 'over' or 'elsewhere' end
     end
   end
-  for _, word in ipairs({verdict, maker, string.format('%d', number)}) do found[#found + 1] = word end
 end
-if is_shared then redis.call('LTRIM', KEYS[5], -2000, -1) end
+
+local function start(id, from, execution_id)
+  local job, executions_key, entry = it.jobs .. id, it.executions .. id, id .. ':' .. execution_id
+  local is_hash, values, size = pcall(fields_of, job, it.most_bytes, it.fields)
+  local f, status, delivery = {}, nil, ''
+  for n, name in ipairs(is_hash and it.fields or {}) do f[name] = values[n] or nil end
+  status = f.status
+  if not next(f) or is_over[status] or (status == 'scheduled' and is_in(it.scheduled, id))
+    or (status == 'deferred' and is_in(it.deferred, id)) or is_canceled(job, id, f) then
+    redis.call('LREM', queue, from, id)
+    return 'over'
+  end
+  if size > room and n_claimed > 0 then return end -- its turn comes with the next claim
+  local parts = {f.created_at or '', f.repeats_left or '', f.data or ''}
+  if type(parts[1]) == 'string' and type(parts[2]) == 'string' and type(parts[3]) == 'string' then
+    delivery = redis.sha1hex(table.concat(parts, '\0'))
+  end
+  local executions = redis.pcall('ZRANGE', executions_key, 0, -1)
+  if executions.err then return 'refused' end
+  local verdict = run_by_another(id, executions, delivery)
+  if verdict then
+    if verdict == 'over' then redis.call('LREM', queue, from, id) end
+    return verdict
+  end
+  local added = redis.pcall('ZADD', it.started, now + it.ttl, entry)
+  if type(added) == 'table' then return 'refused' end
+  if redis.call('LREM', queue, from, id) == 0 then
+    redis.call('ZREM', it.started, entry)
+    return 'gone'
+  end
+  redis.call('ZADD', executions_key, now + it.ttl + 60, execution_id)
+  redis.call('EXPIRE', executions_key, it.ttl + 60)
+  redis.pcall('SADD', it.of_worker, entry) -- the heartbeat lets it expire
+  local execution = it.execution .. entry
+  redis.call('HSET', execution, 'id', execution_id, 'job_id', id, 'created_at', at, 'last_heartbeat', at,
+    'worker_name', it.worker, it.delivery, delivery)
+  redis.call('EXPIRE', execution, it.ttl)
+  redis.call('HSET', job, 'status', 'started', 'worker_name', it.worker, 'started_at', written_at,
+    'last_heartbeat', written_at)
+  -- Without this field, the hash is as its producer wrote it, under an id that had no job.
+  if f.ttl or f.ended_at then redis.call('PERSIST', job) end
+  for _, registry in ipairs(f.ended_at and it.registries or {}) do redis.pcall('ZREM', registry, id) end
+  room = room - size
+  return 'claimed', values
+end
+
+for i = 7, #ARGV, 4 do
+  if n_claimed == limit then break end
+  local id, use, values = ARGV[i + 1], ARGV[i + 2], nil
+  local mode, agent, verdict, maker, number = string.sub(use, 1, 1), string.sub(use, 3), 'claimed', '', 0
+  if mode ~= '' then verdict, maker, number = decide(id, agent, mode, string.sub(use, 2, 2) == '1') end
+  if verdict == 'claimed' then verdict, values = start(id, ARGV[i], ARGV[i + 3]) end
+  if not verdict then break end
+  if verdict == 'claimed' then
+    n_claimed = n_claimed + 1
+    if mode ~= '' then hold(it.held, it.queue, it.member, agent, mode, id) end
+    if it.is_shared then
+      redis.call('RPUSH', it.taken, id)
+      redis.call('HINCRBY', it.counts, 'taken', 1)
+    end
+  end
+  for _, word in ipairs({verdict, maker, string.format('%d', number), values or {}}) do found[#found + 1] = word end
+end
+if it.is_shared and n_claimed > 0 then redis.call('LTRIM', it.taken, -2000, -1) end
 return found

@@ -1,11 +1,13 @@
 -- After holds.lua. Fails a job without RQ's objects. Takes effect once, and for the holder of the lease only: the id is
--- among the claimed ones until then, or its execution among the started ones. No key of the job has a type that one can
+-- in its queue until then, or its execution among the started ones. No key of the job has a type that one can
 -- rely on.
 if not holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) then return -1 end
 local job, results, failed, job_id, member = KEYS[4], KEYS[5], KEYS[6], ARGV[4], ARGV[11]
-local n_found = redis.call('LREM', KEYS[3], 1, job_id)
-if member ~= '' then
-  n_found = n_found + redis.call('ZREM', KEYS[7], member)
+local n_found
+if member == '' then
+  n_found = redis.call('LREM', KEYS[3], 1, job_id)
+else
+  n_found = redis.call('ZREM', KEYS[7], member)
   redis.call('DEL', KEYS[8])
   redis.pcall('ZREM', KEYS[9], ARGV[12])
   redis.pcall('SREM', KEYS[10], member)

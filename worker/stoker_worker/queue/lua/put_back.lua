@@ -5,9 +5,6 @@ local now = redis.call('HMGET', job, 'status', 'enqueued_at', 'started_at')
 for i = 1, 3 do if (now[i] or '') ~= ARGV[i + 2] then return 0 end end
 if redis.call('LPOS', queue, job_id) or redis.call('LPOS', KEYS[4], job_id) then return 0 end
 for i = 5, 7 do if redis.call('ZSCORE', KEYS[i], job_id) then return 0 end end
-for _, member in ipairs(redis.call('HKEYS', KEYS[11])) do
-  if redis.call('LPOS', ARGV[7] .. member, job_id) then return 0 end
-end
 for _, member in ipairs(redis.call('ZRANGE', KEYS[8], 0, -1)) do
   if string.sub(member, 1, #job_id + 1) == job_id .. ':' then return 0 end
 end

@@ -1,14 +1,14 @@
 -- After delivery.lua. Puts a job back at the front of its queue. A worker that lost its lease writes nothing: its jobs
--- are the new holder's to put back. Nothing is written either unless the id is still in the list of claimed ids or in
--- the registry of started jobs. So the script may run twice, or after somebody else finished, canceled or deleted the
+-- are the new holder's to put back. Nothing is written either unless the id is still in the list in which RQ's dequeue
+-- has left it, or in the registry of started jobs. So the script may run twice, or after somebody else finished, canceled or deleted the
 -- job, and changes nothing then. Every loss but the first counts as a loss alone, because a quarantined job runs alone.
 if redis.call('GET', KEYS[8]) ~= ARGV[6] then return 'ended' end
-local queue, claimed_ids, wip, job = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local queue, left_in, wip, job = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local job_id, member, execution_id, counts = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
-local claimed = redis.call('LREM', claimed_ids, 1, job_id)
+local left = ARGV[12] == '1' and redis.call('LREM', left_in, 1, job_id) or 0
 local started = member ~= '' and redis.call('ZSCORE', wip, member)
 local status = redis.pcall('HGET', job, 'status') -- an error, which is no status, if the key is no hash
-if claimed == 0 and not started then
+if left == 0 and not started then
   return status == 'queued' and redis.call('LPOS', queue, job_id) and 'waits' or 'ended'
 end
 local runs = status == 'started' or status == 'queued'
