@@ -9,19 +9,20 @@ and no worker starts with it.
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from typing import Final
 
 from stoker_shared.errors import VersionTaken
-from stoker_worker.memory import cache_index, transcripts
+from stoker_worker.memory import transcripts
+from stoker_worker.memory.agent_changes import version_of
 from stoker_worker.memory.database import Connection, Damaged, write_note
 from stoker_worker.memory.replica.bucket import MARKER, Bucket, identify
 from stoker_worker.memory.replica.shared_replica import checksum_of
 from stoker_worker.memory.replica.versions import Emptied, SharedVersion, Versions, first_folder
-from stoker_worker.memory.store_parts import NextVersion, StoreParts
-from stoker_worker.memory.transcripts import IS_OF_SESSION, AgentRow, TurnRecord
+from stoker_worker.memory.store_parts import StoreParts
+from stoker_worker.memory.transcripts import IS_OF_SESSION, AgentRow
 
 _PAGE: Final = 256
 _THREADS: Final = 16
@@ -140,16 +141,10 @@ def _chain(connection: Connection, row: AgentRow) -> list[SharedVersion]:
         raise Damaged(row.problem)
     records = transcripts.read_chain(connection, row, row.version, row.head)
     ended = transcripts.ends_for(connection, row.number)
-    return [
-        SharedVersion(_next_version(connection, row, record), ended if record is records[0] else {})
-        for record in records
-    ]
-
-
-def _next_version(connection: Connection, row: AgentRow, record: TurnRecord) -> NextVersion:
-    result = layout = None
-    if record.delivery is not None:
-        result = transcripts.answer_text(connection, row.number, record.delivery)
-    if record.about.cache is not None:
-        layout = cache_index.read_model(connection, record.about.cache.model)
-    return NextVersion(row.agent_id, record.version, record, record.delivery, result, layout)
+    found = []
+    for record in records:
+        key = record.delivery
+        answer = None if key is None else transcripts.answer_text(connection, row.number, key)
+        made = replace(version_of(connection, record), result=answer)
+        found.append(SharedVersion(made, ended if record is records[0] else {}))
+    return found
