@@ -221,6 +221,7 @@ class Database:
 
     Attributes:
         outage: of the store: told of each transaction that the disk refuses, and of each that succeeds.
+        wait_s: how long a transaction waits for changes that are expected.
 
     Raises:
         DatabaseFailed: it cannot be opened now.
@@ -232,7 +233,10 @@ class Database:
         self.witness = Witness(folder)
         self.outage = Outage("the store")
         self._connector = connector
+        self.wait_s = 0.002  # a fraction of most disks' sync
         self._lock = threading.Lock()
+        self._arrived = threading.Condition(self._lock)
+        self._expected: set[int] = set()  # threads
         self._leading = threading.Lock()
         self._waiting: list[Change[Any]] = []
         self._idle: list[Connection] = []
@@ -254,9 +258,20 @@ class Database:
                 yield reading
             connection.execute("ROLLBACK")
 
+    @contextmanager
+    def expecting(self) -> Iterator[None]:
+        """Inside, this thread is about to call `commit`, once: transactions that begin meanwhile wait a moment for
+        it."""
+        with self._lock:
+            self._expected.add(threading.get_ident())
+        try:
+            yield
+        finally:
+            self._has_arrived()
+
     def commit(self, run: Callable[[Connection], T]) -> T:
         """Run `run` in a transaction, and make it durable. Changes that come while another transaction syncs share the
-        next one; a lone change waits for nobody.
+        next one, with those that are expected; a lone change waits for nobody.
 
         Args:
             run: lets `sqlite3.Error` through, and takes no lock that a caller of `commit` may hold. It may be called
@@ -272,8 +287,7 @@ class Database:
     def commit_each(self, runs: Sequence[Callable[[Connection], T]]) -> list[Change[T]]:
         """As `commit`, for changes that share a transaction. One that raises fails alone. Raises nothing."""
         changes = [Change(run) for run in runs]
-        with self._lock:
-            self._waiting += changes
+        self._has_arrived(changes)
         with self._leading:
             if not all(change.is_done for change in changes):
                 self._lead()
@@ -343,9 +357,17 @@ class Database:
         if self._is_closed:
             raise DatabaseFailed("the database of the store is closed")
 
+    def _has_arrived(self, changes: Sequence[Change[Any]] = ()) -> None:
+        """This thread is expected no more."""
+        with self._arrived:
+            self._waiting += changes
+            self._expected.discard(threading.get_ident())
+            self._arrived.notify_all()
+
     def _lead(self) -> None:
-        """Carry out all changes that wait."""
-        with self._lock:
+        """Carry out all changes that wait, and those that come in a moment."""
+        with self._arrived:
+            self._arrived.wait_for(lambda: not self._expected, self.wait_s)
             group, self._waiting = self._waiting, []
         try:
             self._carry_out(group)

@@ -236,7 +236,8 @@ class AgentCacheStore(CacheStorePort):
 
     def _save(self, turn: Turn) -> Mapping[str, Any]:
         try:
-            saved, n_bytes = self._turns.save(turn)
+            with self._database.expecting():
+                saved, n_bytes = self._turns.save(turn)
         except Damaged as error:
             _log_way_on(turn.agent_id, error)
             raise DatabaseFailed(str(error)) from error
@@ -274,7 +275,7 @@ class AgentCacheStore(CacheStorePort):
     ) -> None:
         chain = BlockChain(model.fingerprint, salt, token_ids)
         try:
-            with self.budget.holds.using(None, chain.addresses):
+            with self._database.expecting(), self.budget.holds.using(None, chain.addresses):
                 sizes = self._blocks.save(chain, cache, model.spec)
                 self._database.commit(partial(cache_index.add_blocks, chain=chain, sizes=sizes, now=time.time()))
         except (OSError, Damaged) as error:
@@ -295,9 +296,10 @@ class AgentCacheStore(CacheStorePort):
         """On this machine only: the caches of sessions do not go to the shared store."""
         chain = BlockChain(model.fingerprint, salt, token_ids)
         try:
-            name, version, n_bytes = self._sessions.save(
-                session, chain, cache, prompt_tokens=prompt_tokens, model=model
-            )
+            with self._database.expecting():
+                name, version, n_bytes = self._sessions.save(
+                    session, chain, cache, prompt_tokens=prompt_tokens, model=model
+                )
         except (OSError, Damaged) as error:
             self.budget.not_saved(chain.paths(self._blocks.path_of))
             raise DatabaseFailed(str(error)) from error
