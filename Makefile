@@ -131,7 +131,7 @@ docs: .venv/docs
 # MLX's wheel for Linux computes float32 products about 30 times as fast with a BLAS of the system or this one, which is
 # 0.7 GB and not open source: it is fetched only where there is none, and everything works without it, slowly.
 fast-blas: .venv/worker
-	@[ "$$(uname -sm)" != "Linux x86_64" ] || $(BIN)/python -m stoker_worker.models.blas \
+	@[ "$$(uname -sm)" != "Linux x86_64" ] || { printf "BLAS for MLX: "; $(BIN)/python -m stoker_worker.models.blas; } \
 		|| $(BIN)/pip install --no-deps '$(MKL)' || echo "MKL could not be installed: going on without a fast BLAS"
 
 clean:

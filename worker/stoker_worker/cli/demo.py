@@ -152,8 +152,8 @@ def _progress(tickets: Sequence[Ticket], log: Path) -> Group:
         table.add_row(agent_id, status.stage or status.state, tokens)
     if any(status.state != "queued" for status in statuses):
         return Group(table)
-    does = (log.read_text().splitlines() or ["starts"])[-1].split(maxsplit=4)[-1]
-    return Group(table, Text(f"the worker: {does}", style="dim", no_wrap=True, overflow="ellipsis"))
+    does = (log.read_text().splitlines() or ["it starts"])[-1].split(maxsplit=4)[-1]
+    return Group(table, Text(f"worker's log: {does}", style="dim", no_wrap=True, overflow="ellipsis"))
 
 
 def _table_of(results: Sequence[tuple[str, GenerationResult]]) -> Table:

@@ -131,7 +131,9 @@ class MlxProvider(ModelProviderPort):
             return ServingMode(_unproved(model, loaded), proved=False)
 
         def proved(before: Verdict | None) -> Verdict:
-            _log.info("the proof: trying in a batch what no earlier start has tried of this model; it may take minutes")
+            _log.info(
+                "the proof, which may take minutes: trying in a batch what no earlier start has tried of this model"
+            )
             return prove(
                 model,
                 loaded,
