@@ -202,7 +202,7 @@ class Obstacle(NamedTuple):
             )
         left = f"if that worker is gone, its lease runs out in {self.left_s:.1f} s"
         if self.kind == "held":
-            return QueueHeld(f"the name {me.name!r} is held by {_rq_worker(self)}; {left}")
+            return QueueHeld(f"the name {me.name!r} is held by {self.holders[0]}; {left}")
         who = _who(next((one for one in self.holders if not one.is_certainly_dead()), None))
         reason, ways = _served(self.found, me.share)
         ways += ", or give it another queue (--queues)"
@@ -223,11 +223,6 @@ def _who(member: Member | None) -> str:
     if member is None:
         return "another worker"
     return f"worker {member.name!r} on host {member.process.host}, pid {member.process.pid}"
-
-
-def _rq_worker(obstacle: Obstacle) -> str:
-    [holder] = obstacle.holders
-    return f"worker {holder.worker} on host {holder.process.host}, pid {holder.process.pid}"
 
 
 def _served(found: str, share: str) -> tuple[str, str]:
@@ -515,15 +510,12 @@ class Lease:
         self._fence = 0
 
     def release(self) -> None:
-        """Give up the lease and stay a member, whose jobs the next holder puts back."""
+        """Give up the lease and stay a member, whose jobs the next holder puts back. Ignores errors of Redis: the lease
+        then runs out by itself."""
         if self.is_held:
-            self._release(keys=self.keys, args=[self._value])
+            with suppress(RedisError):
+                self._release(keys=self.keys, args=[self._value])
             self._fence = 0
-
-    def release_quietly(self) -> None:
-        """As `release`, but ignores errors of Redis: the lease then runs out by itself."""
-        with suppress(RedisError):
-            self.release()
 
     def _passes(self, obstacle: Obstacle) -> bool:
         return self._new_store if obstacle.kind == "kept" else obstacle.is_gone(self._me)

@@ -365,7 +365,7 @@ def _take_over_at(redis_url: str, lease: Lease, registration: RqRegistration, *,
     try:
         _take_over(lease, registration, standby=standby)
     except RedisError as error:  # a replica, or an ACL that forbids a worker's commands
-        lease.release_quietly()
+        lease.release()
         reason = without_password(error, registration.connection)
         raise RedisUnavailable(f"{mask_url(redis_url)} refused this worker: {reason}") from None
 
@@ -394,6 +394,6 @@ def _take_over(lease: Lease, registration: RqRegistration, *, standby: bool) -> 
         except RedisError as error:
             if not (standby and may_pass(error)):
                 raise
-            lease.release_quietly()
+            lease.release()
             said = say_once(error, said)
         time.sleep(STANDBY_POLL_S)
