@@ -20,10 +20,10 @@ LEASE = LEASE_KEY.format(member="me")
 
 
 @pytest.fixture
-def claimer(connection):
+def make_claimer(connection):
     lease = Lease(connection, "me", ["generate"], worker_name="me", ttl_s=60)
     lease.acquire()
-    return Claimer(
+    return lambda: Claimer(
         connection,
         "generate",
         lease,
@@ -31,6 +31,11 @@ def claimer(connection):
         registration(connection),
         is_at_hand=NO_STORE.is_at_hand,
     )
+
+
+@pytest.fixture
+def claimer(make_claimer):
+    return make_claimer()
 
 
 @pytest.fixture
@@ -357,3 +362,16 @@ def test_a_job_is_found_from_either_end_of_a_long_queue(connection, claimer, sub
     others = [f"a{n}" for n in range(60) if n != nth]
     assert claim(claimer, busy=others) == [ids[nth]]
     assert waiting(connection) == ids[:nth] + ids[nth + 1 :]
+
+
+def test_jobs_that_are_large_together_come_with_several_claims(connection, submit, monkeypatch, make_claimer):
+    ids = submit("a", "b", "c")
+    for job_id in ids:
+        connection.hset(f"rq:job:{job_id}", "description", "x" * 300_000)
+    monkeypatch.setattr("stoker_worker.queue.claim.MOST_BYTES", 500_000)
+    claimer = make_claimer()
+    found = []
+    for n in range(3):
+        found += claim(claimer)
+        assert (len(found), claimer.has_unread) == (n + 1, n < 2)
+    assert found == ids

@@ -142,7 +142,7 @@ class Claimer:
         self._worker_name = registration.name
         self._about = json.dumps(_about(queue_name, lease, placement, registration))
         self._claim = connection.register_script(FRAGMENT + lua("fields", "claim"))
-        self._view = QueueView(connection, queue_name, is_at_hand)
+        self._view = QueueView(connection, queue_name, is_at_hand, is_shared=bool(lease.shared))
         self.waiting = self._view.waiting
         self._passed_at: dict[str, float] = {}
         self._elsewhere: dict[str, float] = {}

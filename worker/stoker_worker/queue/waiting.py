@@ -43,6 +43,7 @@ _READ_AT_ONCE: Final = 100
 _AT_ONCE_BYTES: Final = 2**17  # compressed, in one reading: unpacking it holds up the thread
 _READ_S: Final = 0.002  # for reading on, in a claim that has found jobs or has no room for any
 _READ_WHEN_IDLE_S: Final = 0.02  # and in a claim that has room and has found none
+_READING: Final = (Job.key_for(""), FIELD_AGENT, FIELD_ATTEMPTS, _AT_ONCE_BYTES, MAX_DATA_BYTES)
 _MAX_GONE: Final = 32  # known jobs that are not in the list any more
 
 MOST_PASSED: Final = 32
@@ -396,16 +397,20 @@ class QueueView:
         is_suspended: whether an operator had suspended the workers then.
     """
 
-    def __init__(self, connection: Redis, queue_name: str, is_at_hand: Callable[[str], bool]) -> None:
+    def __init__(
+        self, connection: Redis, queue_name: str, is_at_hand: Callable[[str], bool], *, is_shared: bool = True
+    ) -> None:
         """
         Args:
             is_at_hand: as in `FairQueue`.
+            is_shared: whether other workers take jobs from the queue.
         """
         news = [TAKEN_KEY.format(queue=queue_name), COUNTS_KEY.format(queue=queue_name)]
         self._look_keys = [Queue(queue_name, connection=connection).key, *news, WORKERS_SUSPENDED]
         self.is_suspended = False
-        self._look_at = connection.register_script(lua("look"))
-        self._read_at = connection.register_script(lua("read"))
+        self._is_shared = is_shared
+        self._look_at = connection.register_script(lua("read", "look"))
+        self._read_at = connection.register_script(lua("read") + "return read({unpack(ARGV, 6)})")
         self.waiting = FairQueue(is_at_hand)
         self._known: dict[str, _Known] = {}  # of jobs that are expected to come into `waiting`
         self._may_start_over = Periodic(5.0)
@@ -440,9 +445,11 @@ class QueueView:
         for _ in range(2):
             first, last = self.waiting.first(_KNOWN[-1] + 1), self.waiting.last(_KNOWN[-1] + 1)
             anchors, ends = ([known[at] for at in _KNOWN if at < len(known)] for known in (first, last))
-            args: list[bytes | int] = [_PAGE, _MAX_IN_FRONT, self._n_taken, len(anchors)]
+            n_taken_seen = self._n_taken if self._is_shared else ""
+            args: list[Any] = [*_READING, _PAGE, _MAX_IN_FRONT, n_taken_seen, _READ_AT_ONCE, len(anchors)]
             args += [*map(raw, anchors), *map(raw, ends)]
-            length, anchor, before, behind, taken, n_taken, suspended = self._look_at(keys=self._look_keys, args=args)
+            reply = self._look_at(keys=self._look_keys, args=args)
+            length, anchor, before, behind, taken, n_taken, suspended, found = reply
             self.is_suspended = suspended == 1
             knows_taken = 0 <= n_taken - self._n_taken <= len(taken)
             self._n_taken = n_taken
@@ -457,6 +464,7 @@ class QueueView:
             known_before = [job_id for job_id in first[: _KNOWN[anchor - 1] if anchor else 0] if job_id in self.waiting]
             self.waiting.prepend(self._arriving(_without_known(before, known_before)))
             self.waiting.append(self._arriving(behind))
+            self._note([text(job_id) for job_id in (*before, *behind)], found)
             self._is_whole = len(behind) < _PAGE
             if self._is_whole and self._known:
                 self._known = {job_id: known for job_id, known in self._known.items() if job_id in self.waiting}
@@ -497,13 +505,15 @@ class QueueView:
     def _read(self, job_ids: Sequence[str]) -> None:
         if not job_ids:
             return
-        keys = [raw(Job.key_for(job_id)) for job_id in job_ids]
-        args: list[str | int] = [FIELD_AGENT, FIELD_ATTEMPTS, _AT_ONCE_BYTES, MAX_DATA_BYTES]
-        reply: list[list[Any]] = self._read_at(keys=keys, args=args)
-        with_data, quarantined = frozenset(reply[1]), frozenset(reply[2])
-        for number, (job_id, value) in enumerate(zip(job_ids, reply[0], strict=False), start=1):
+        self._note(job_ids, self._read_at(args=[*_READING, *map(raw, job_ids)]))
+
+    def _note(self, job_ids: Sequence[str], found: Sequence[Any]) -> None:
+        """What was read of the first of these jobs."""
+        with_data, quarantined = frozenset(found[1]), frozenset(found[2])
+        for number, (job_id, value) in enumerate(zip(job_ids, found[0], strict=False), start=1):
             use = use_in(value) if number in with_data else use_noted(value)
-            self._known[job_id] = _Known(use, number in quarantined)
+            # A job that went back is known better.
+            self._known.setdefault(job_id, _Known(use, number in quarantined))
 
 
 def _without_known(before: Sequence[bytes], known: Sequence[str]) -> list[bytes]:

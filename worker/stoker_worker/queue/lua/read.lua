@@ -1,24 +1,28 @@
--- KEYS: jobs. ARGV: names of two fields, most bytes. For each job its producer's note of how it uses memory, or its
--- whole data where there is no such note of this `created_at`; no more jobs once that data is over ARGV[3] bytes. And
--- which of them are quarantined. A key that is no hash is one unreadable job, not a failure of the script.
-local notes, with_data, quarantined, room = {}, {}, {}, tonumber(ARGV[3])
-for n, job in ipairs(KEYS) do
-  local fields = redis.pcall('HMGET', job, ARGV[1], ARGV[2], 'created_at')
-  if fields.err then fields = {false, false, false} end
-  local note, stamp = fields[1] or '', (fields[3] or '') .. ' '
-  note = #note <= 10000 and string.sub(note, 1, #stamp) == stamp and string.sub(note, #stamp + 1) or ''
-  local word = string.match(note, '^(%l+) .')
-  if note ~= 'none' and word ~= 'write' and word ~= 'read' then
-    local length = redis.pcall('HSTRLEN', job, 'data')
-    if type(length) ~= 'number' or length > tonumber(ARGV[4]) then length = 0 end -- refused at its turn
-    if length > room and n > 1 then break end
-    note, room = length > 0 and redis.call('HGET', job, 'data') or '', room - length
-    with_data[#with_data + 1] = n
+-- For each job its producer's note of how it uses memory, or its whole data where there is no such note of this
+-- `created_at`; no more jobs once that data is over so many bytes. And which of them are quarantined. A key that is no
+-- hash is one unreadable job, not a failure of the script. ARGV: the prefix of jobs' keys, names of two fields, those
+-- bytes, and the most bytes of one job.
+local function read(ids)
+  local notes, with_data, quarantined, room = {}, {}, {}, tonumber(ARGV[4])
+  for n, id in ipairs(ids) do
+    local job = ARGV[1] .. id
+    local fields = redis.pcall('HMGET', job, ARGV[2], ARGV[3], 'created_at')
+    if fields.err then fields = {false, false, false} end
+    local note, stamp = fields[1] or '', (fields[3] or '') .. ' '
+    note = #note <= 10000 and string.sub(note, 1, #stamp) == stamp and string.sub(note, #stamp + 1) or ''
+    local word = string.match(note, '^(%l+) .')
+    if note ~= 'none' and word ~= 'write' and word ~= 'read' then
+      local length = redis.pcall('HSTRLEN', job, 'data')
+      if type(length) ~= 'number' or length > tonumber(ARGV[5]) then length = 0 end -- refused at its turn
+      if length > room and n > 1 then break end
+      note, room = length > 0 and redis.call('HGET', job, 'data') or '', room - length
+      with_data[#with_data + 1] = n
+    end
+    notes[n] = note
+    local count = fields[2] -- as in `as_count`
+    if count and #count < 10 and string.find(count, '^%d+$') and tonumber(count) > 0 then
+      quarantined[#quarantined + 1] = n
+    end
   end
-  notes[n] = note
-  local count = fields[2] -- as in `as_count`
-  if count and #count < 10 and string.find(count, '^%d+$') and tonumber(count) > 0 then
-    quarantined[#quarantined + 1] = n
-  end
+  return {notes, with_data, quarantined}
 end
-return {notes, with_data, quarantined}
