@@ -4,6 +4,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Final
 
 from redis import Redis
@@ -49,6 +50,7 @@ def raw(job_id: str) -> bytes:
 
 
 _UNREADABLE = "<unreadable>"
+_RQS_TIME: Final = re.compile(rb"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
 _OF_RQ: Final = re.compile(r"[A-Za-z0-9_-]+")
 _MOST: Final = 10**15
 """Seconds, or a count. Servers can add as many seconds to the time."""
@@ -119,7 +121,11 @@ class JsonJob(Job):
             self.payload_error = RequestTooLarge(f"the request is over the limit of {MAX_REQUEST_BYTES} bytes")
             data = b"[]"
         known = (name for name in READ_FIELDS if raw_data.get(name) and name not in malformed)
-        super().restore({name: raw_data[name] for name in known} | {b"data": data})
+        fields = {name: raw_data[name] for name in known}
+        times = {name: fields.pop(name.encode()) for name in _TIMES if name.encode() in fields}
+        super().restore(fields | {b"data": data})
+        for name, value in times.items():
+            setattr(self, name, _time_in(value))
         self.data_hash = hash_of(self.data)
         self.worker_losses = as_count(raw_data.get(FIELD_ATTEMPTS.encode()))
         self.losses_alone = as_count(raw_data.get(FIELD_LOST_ALONE.encode()))
@@ -300,8 +306,15 @@ def _is_text(value: bytes) -> bool:
     return _passes(lambda text: text.decode() or True, value)
 
 
+def _time_in(value: bytes) -> datetime:
+    """As RQ's `str_to_date`, in a tenth of the time where the form is RQ's own."""
+    if _RQS_TIME.fullmatch(value):
+        return datetime.fromisoformat(value.decode())
+    return str_to_date(value)
+
+
 def _is_time(value: bytes) -> bool:
-    return abs(str_to_date(value).timestamp()) < 1e12
+    return abs(_time_in(value).timestamp()) < 1e12
 
 
 def _is_number(value: bytes) -> bool:
