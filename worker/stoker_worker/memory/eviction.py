@@ -169,18 +169,18 @@ class Holds:
     def using(self, agent_id: str | None, blocks: Iterable[str]) -> Iterator[None]:
         """Inside, the agent loses nothing, and the blocks of these addresses stay. `agent_id`: ``None`` for a job
         without one."""
-        agents, held = Counter(() if agent_id is None else (agent_id,)), Counter(blocks)
+        agents, held = () if agent_id is None else (agent_id,), tuple(blocks)
         with self.lock:
-            self._in_use += agents
-            self._held += held
+            self._in_use.update(agents)
+            self._held.update(held)
         if agent_id is not None:
             self._notes.used(agent_id)
         try:
             yield
         finally:
             with self.lock:
-                self._in_use -= agents
-                self._held -= held
+                _release(self._in_use, agents)
+                _release(self._held, held)
 
     def is_held(self, address: str) -> bool:
         """Returns whether somebody counts on the block."""
@@ -201,6 +201,14 @@ class Holds:
     def blocks(self) -> frozenset[str]:
         """Addresses of the blocks that stay. With `lock` held."""
         return frozenset(self._held)
+
+
+def _release(counts: Counter[str], names: Iterable[str]) -> None:
+    """Only these are looked at: a `Counter` that something is subtracted from goes through all that it has."""
+    for name in names:
+        counts[name] -= 1
+        if not counts[name]:
+            del counts[name]
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,9 @@ class SharedCaches:
                 names.append(name)
         self._bucket.put(manifest_name(key), manifest(version.number, names))
         self._bucket.remove(name for name in before if name.startswith(pieces_prefix(key)) and name not in names)
-        if self._version(agent_id).transcript is None:  # it was forgotten meanwhile
+        with self._parts.database.snapshot() as connection:
+            row = transcripts.find_agent(connection, agent_id)
+        if row is None or not row.version:  # it was forgotten meanwhile
             remove_caches(self._bucket, agent_id)
         return version.number
 
