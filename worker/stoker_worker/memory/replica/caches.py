@@ -55,6 +55,8 @@ _JOB_WAITS_S: Final = 30.0
 _KNOWN_S: Final = 3600.0
 """`memory gc --shared` may remove a block that no agent uses: after so long, a worker looks again."""
 _MOST_KNOWN: Final = 2**16
+_MISSING: Final = float("-inf")
+"""Not there, or damaged, though a list may have it."""
 _RETRY_S: Final = 1.0
 _STOP_S: Final = 5.0
 _MOST_WAITING: Final = 2**16
@@ -98,8 +100,7 @@ class SharedCaches:
         self._parts = parts
         self._bucket = bucket
         self._budget = budget
-        self._there: OrderedDict[str, float] = OrderedDict()  # blocks, and when they were there, the latest last
-        self._missing: set[str] = set()  # blocks that were not there, or damaged, though a list may have them
+        self._seen: OrderedDict[str, float] = OrderedDict()  # files, and when they were there, or `_MISSING`
         self.written_bytes = 0
         self.read_bytes = 0
 
@@ -121,7 +122,8 @@ class SharedCaches:
         blocks, pieces = self._files(version)
         names, key = [], key_of(agent_id).hex()
         before = _listed(self._bucket, agent_id)
-        there = {self._name_of(path) for path in blocks}.intersection(before) - self._missing
+        listed = {self._name_of(path) for path in blocks}.intersection(before)
+        there = {name for name in listed if self._seen.get(name) != _MISSING}
         for path, check in (blocks | pieces).items():
             if (name := self._name_of(path)) in there or self._was_there(name) or self._wrote(path, check, pace):
                 names.append(name)
@@ -202,22 +204,17 @@ class SharedCaches:
             self._bucket.put(name, content)
             self.written_bytes += len(content)
             pace(len(content))
-        self._missing.discard(name)
-        if is_block:
-            self._there[name] = time.monotonic()
-            self._there.move_to_end(name)
-            if len(self._there) > _MOST_KNOWN:
-                self._there.popitem(last=False)
+        self._note(name, time.monotonic())
         return True
 
     def _was_there(self, name: str) -> bool:
-        at = self._there.get(name)
-        return at is not None and time.monotonic() - at < _KNOWN_S and name not in self._missing
+        return time.monotonic() - self._seen.get(name, _MISSING) < _KNOWN_S
 
-    def _note_missing(self, name: str) -> None:
-        if len(self._missing) >= _MOST_KNOWN:
-            self._missing.clear()
-        self._missing.add(name)
+    def _note(self, name: str, at: float) -> None:
+        self._seen.pop(name, None)
+        self._seen[name] = at
+        if len(self._seen) > _MOST_KNOWN:
+            self._seen.popitem(last=False)
 
     def _bring_one(self, path: Path, check: _Check, *, until: float) -> int:
         """Returns the allocated bytes; 0: it is not there, or the time is over. Raises `OSError`."""
@@ -229,7 +226,7 @@ class SharedCaches:
         except BucketAway:  # what has come is of use
             return 0
         if content is None:
-            self._note_missing(name)
+            self._note(name, _MISSING)
             return 0
         self.read_bytes += len(content)
         staged = writer.stage([content])
@@ -238,7 +235,7 @@ class SharedCaches:
         except Damaged as damage:
             _log.warning("%s in the shared store %s, and is removed", name, damage)
             self._parts.files.remove(staged)
-            self._note_missing(name)
+            self._note(name, _MISSING)
             with suppress(BucketAway):
                 self._bucket.remove([name])
             return 0
