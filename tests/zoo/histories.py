@@ -8,7 +8,7 @@ Deliberately more than the proof at load has time for.
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from tests.worker.engine.layouts import prefix_of
@@ -79,6 +79,7 @@ def play(specimen: Specimen, mode: ServingMode, history: History) -> Fault:
     """Run a history's sequences, and their second turn where the mode has memory; return the worst fault."""
     rng = random.Random(f"{history.name} {specimen.name}")
     first = [work(_ids(rng, n), history.answer_tokens(i)) for i, n in enumerate(history.lengths)]
+    first = [replace(one, checkpoints_at=(len(one.prompt_ids) // 2,)) for one in first]
     seen, done = _turn(specimen, mode, history, first, history.name)
     if seen.error or seen.apart > TOLERANCE or not (mode.memory and specimen.spec.can_be_stored):
         return seen
@@ -88,10 +89,11 @@ def play(specimen: Specimen, mode: ServingMode, history: History) -> Fault:
 
 
 def _next(rng: random.Random, was: GenerationWork, done: CompletedGeneration, number: int) -> GenerationWork:
-    """A next turn: from the end of the last turn, from just before its prompt's end, or uncached."""
+    """A next turn: from the end of the last turn, from just before its prompt's end, from a checkpoint, or uncached."""
     ids = (*was.prompt_ids, *done.generated_ids)
     assert done.cache is not None
-    places = [snapshot.n_tokens for snapshot in done.cache.snapshots] or [len(ids), len(was.prompt_ids) - 1, 5]
+    snapshots = (*done.cache.checkpoints, *done.cache.snapshots)
+    places = [snapshot.n_tokens for snapshot in snapshots] or [len(ids), len(was.prompt_ids) - 1, 5]
     places = [place for place in (*places[::-1], 0) if place <= len(ids)]
     place = places[number % len(places)]
     prefix = prefix_of(done.cache, place) if place > 0 else None

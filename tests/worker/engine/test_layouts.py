@@ -1,6 +1,7 @@
 """Every cache layout: batched and restored sequences give the answers of the same model alone and uncached."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,27 @@ def test_snapshots_have_the_layers_and_positions_of_the_spec(layout):
         assert n_bytes == layout.spec.snapshot_bytes(snapshot.n_tokens)
     assert len(done.cache.layers) == len(layout.spec.full_layers)
     assert sum(x.nbytes for pair in done.cache.layers for x in pair) == 306 * layout.spec.bytes_per_token
+
+
+@pytest.mark.parametrize("batching", Batching)
+def test_a_prompt_goes_on_from_a_checkpoint_of_another_prompt_as_uncached(layout, batching):
+    if batching == Batching.ROWS != layout.batching:
+        pytest.skip("without full attention there are no rows")
+    rng = random.Random(7)
+    places = (40, 256, 300)
+    first = [replace(work(random_ids(rng, n), 4), checkpoints_at=places) for n in (310, 90, 257, 301)]
+    second = []
+    for number, done in enumerate(run(layout.engine(prefill_tokens=96, batching=batching), first)):
+        ids = first[number].prompt_ids
+        taken = [n for n in places if n < len(ids)] if layout.spec.snapshot_layers else []
+        assert [one.n_tokens for one in done.cache.checkpoints] == taken
+        own = [len(ids) - 1, done.cache.n_tokens] if layout.spec.snapshot_layers else []
+        assert [one.n_tokens for one in done.cache.snapshots] == own
+        for n in taken:
+            second.append(work((*ids[:n], *random_ids(rng, 30)), 6, prefix_of(done.cache, n)))
+    for one, done in zip(second, run(layout.engine(batching=batching), second), strict=True):
+        assert done.cached_tokens == one.prefix.n_tokens
+        assert list(done.generated_ids) == layout.alone(one.prompt_ids, 6)
 
 
 def test_a_stop_string_leaves_only_the_snapshot_before_it(layout):

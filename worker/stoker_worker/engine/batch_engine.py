@@ -36,6 +36,7 @@ from stoker_worker.ports import (
     GenerationWork,
     LoadedModel,
     SequenceProgress,
+    Snapshot,
 )
 from stoker_worker.ports.model import Batching
 
@@ -126,6 +127,8 @@ class BlockPoolBatchEngine(GenerationEnginePort):
         end_ids = EndIds.of(request, self._tokenizer.eos_ids)
         sampling = SequenceSampling(request, n_prompt=len(work.prompt_ids), end_ids=end_ids.all)
         sequence = Sequence(uid, work, sampling, stops, end_ids, scorer=PromptScorer.of(work, self._tokenizer))
+        if work.is_saved and self._spec.snapshot_layers:
+            sequence.cut_at.update(work.checkpoints_at)
         if prefix is not None:
             sequence.take_prefix(prefix, prefix_to_caches(self._model, prefix, self._spec))
         return sequence
@@ -190,7 +193,8 @@ class BlockPoolBatchEngine(GenerationEnginePort):
             self._budget.note(step_s, decoding=decoding, wanting=wanting, prefill_tokens=sum(moved))
 
     def _after_prefill(self, prefilled: Iterable[Prefilled]) -> Iterator[CompletedGeneration]:
-        """Note the progress of prefill, and take a snapshot of each sequence just before its last prompt token.
+        """Note the progress of prefill, and take the snapshots of each sequence: where its prompt is cut, and just
+        before its last token.
 
         One token earlier than the end of the prompt, because the same prompt may come again, and a model must see at
         least one token of it.
@@ -205,10 +209,11 @@ class BlockPoolBatchEngine(GenerationEnginePort):
                 scheduler.decoding[at.uid] = scheduler.prefilling.pop(at.uid)
                 if sequence.ended_by is not None:  # its last token was output when it was preempted, and is cached now
                     yield self._end(sequence, None)
-            elif self._spec.snapshot_layers and sequence.wants_snapshot and at.at_segment_end:
-                sequence.snapshots.append(
-                    take_snapshot(self._generator.peek(at.uid), sequence.n_prompt - 1, self._spec)
-                )
+            elif self._spec.snapshot_layers and at.at_segment_end:
+                sequence.note_prefilled(at.n_tokens, partial(self._snapshot, at.uid))
+
+    def _snapshot(self, generator_uid: int, n_tokens: int) -> Snapshot:
+        return take_snapshot(self._generator.peek(generator_uid), n_tokens, self._spec)
 
     def _advance(self, outputs: Iterable[TokenOutput]) -> Iterator[CompletedGeneration]:
         now = time.perf_counter()

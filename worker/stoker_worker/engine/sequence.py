@@ -2,7 +2,9 @@
 thread."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal, Self
 
 from stoker_shared.request import GenerationRequest
@@ -60,6 +62,8 @@ class Sequence:
         ended_by: how it ended. A sequence whose last token is not yet in its cache stays until it is.
         breaks: how many steps broke while it ran alone.
         n_common: by uid, the tokens with which its prompt and that of another sequence begin alike.
+        cut_at: places in its prompt where its prefill stops for a snapshot; others with the same beginning go on there.
+        at_cuts: the snapshots taken there so far, by their tokens.
         scorer: scores its prompt while that is prefilled; ``None`` if nobody asked for it.
         growing: its text, from the first request for it on; a sequence with stop strings has its text in `stops`.
     """
@@ -81,6 +85,8 @@ class Sequence:
     ended_by: EndedBy | None = None
     breaks: int = 0
     n_common: dict[int, int] = field(default_factory=dict)
+    cut_at: set[int] = field(default_factory=set)
+    at_cuts: dict[int, Snapshot] = field(default_factory=dict)
     scorer: Scorer | None = None
     growing: GrowingText | None = None
     submitted_at: float = field(default_factory=time.perf_counter)
@@ -146,9 +152,20 @@ class Sequence:
         return self.n_prompt + self.n_kept - (self.work.request.max_tokens == 0)
 
     @property
-    def wants_snapshot(self) -> bool:
-        """True if its caches are to be saved and hold exactly the tokens before the last one of the prompt."""
-        return self.work.is_saved and self.n_cached + self.n_prefilled == self.n_prompt - 1
+    def checkpoints(self) -> tuple[Snapshot, ...]:
+        """Those of its snapshots that it is to hand back for other prompts."""
+        return tuple(self.at_cuts[n] for n in self.work.checkpoints_at if n in self.at_cuts)
+
+    def note_prefilled(self, n_tokens: int, take_snapshot: Callable[[int], Snapshot]) -> None:
+        """A segment of its prefill has ended, `n_tokens` after it joined: take the snapshots that are wanted there."""
+        at = self.n_cached + n_tokens
+        is_saved_here = self.work.is_saved and at == self.n_prompt - 1
+        if is_saved_here or at in self.cut_at:
+            snapshot = take_snapshot(at)
+            if is_saved_here:
+                self.snapshots.append(snapshot)
+            if at in self.cut_at:
+                self.at_cuts[at] = snapshot
 
     def take_prefix(self, prefix: SequenceCache, caches: list[Any]) -> None:
         """`caches` hold its restored prefix."""
@@ -157,20 +174,24 @@ class Sequence:
         self.caches, self.n_cached = caches, prefix.n_tokens
         self.n_reused = prefix.n_tokens
 
-    def take_beginning(self, caches: list[Any], n_tokens: int) -> None:
-        """`caches` hold the first `n_tokens` tokens of its prompt, which another sequence has prefilled."""
+    def take_beginning(self, caches: list[Any], n_tokens: int, of: "Sequence") -> None:
+        """`caches` hold the first `n_tokens` tokens of its prompt, which `of` has prefilled."""
         self.caches, self.n_cached, self.n_reused = caches, n_tokens, n_tokens
+        for n in (n for n in of.at_cuts if n <= n_tokens):  # yet others may begin so as well
+            self.cut_at.add(n)
+            self.at_cuts[n] = of.at_cuts[n]
 
     def join(self, generator: Generator) -> None:
         """Go into the generator, with the tokens that its caches do not hold."""
         if self.work.guide is not None:
             self.work.guide.start(self.generated)
         ids = [*self.work.prompt_ids, *self.generated]
-        # Cut just before the prompt's last token: there a snapshot is taken.
-        cut = max(self.n_cached, self.n_prompt - 1)
+        # Cut just before the prompt's last token, too: there a snapshot is taken.
+        inner = {n for n in (*self.cut_at, self.n_prompt - 1) if self.n_cached < n < self.n_prompt}
+        cuts = sorted({self.n_cached, *inner, len(ids)})
         self.generator_uid = generator.insert(
             SequenceStart(
-                segments=[part for part in (ids[self.n_cached : cut], ids[cut:]) if part],
+                segments=[ids[start:end] for start, end in pairwise(cuts)],
                 caches=self.caches,
                 cached_ids=ids[: self.n_cached],
                 max_tokens=max(1, self.n_left),
@@ -189,6 +210,7 @@ class Sequence:
         self.generator_uid, self.caches, self.prefix, self.n_cached, self.n_reused = None, None, None, 0, 0
         self.snapshots.clear()
         self.n_common.clear()
+        self.at_cuts.clear()
         self.sampling.start(len(self.generated))
         if self.scorer is not None:
             self.scorer.restart()

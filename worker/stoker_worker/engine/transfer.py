@@ -9,6 +9,7 @@ and 8-bit codes travel as elements of the spec's dtype.
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Final
 
 import mlx.core as mx
@@ -139,12 +140,10 @@ def cache_to_save(sequence: Sequence, caches: list[Any], spec: ModelCacheSpec) -
     snapshots = sequence.snapshots
     if spec.snapshot_layers and sequence.n_kept == len(sequence.generated):  # a window cannot be cut to a stop string
         snapshots = [*snapshots, take_snapshot(caches, n_tokens, spec)]
-    return slice_caches(caches, n_tokens, spec, tuple(snapshots))
+    return replace(slice_caches(caches, n_tokens, spec), snapshots=tuple(snapshots), checkpoints=sequence.checkpoints)
 
 
-def slice_caches(
-    caches: list[Any], n_tokens: int, spec: ModelCacheSpec, snapshots: tuple[Snapshot, ...] = ()
-) -> SequenceCache:
+def slice_caches(caches: list[Any], n_tokens: int, spec: ModelCacheSpec) -> SequenceCache:
     """The first `n_tokens` tokens of the cache of a sequence that has ended, as views of its own arrays: nothing is
     copied.
 
@@ -162,7 +161,7 @@ def slice_caches(
     room = MlxRoom(spec, n_tokens, 0, pairs)
     del pairs
     layers = tuple((keys[:, :n_tokens], values[:, :n_tokens]) for keys, values in room.layers())
-    return SequenceCache(n_tokens, layers, snapshots, room)
+    return SequenceCache(n_tokens, layers, room=room)
 
 
 def take_snapshot(caches: list[Any], n_tokens: int, spec: ModelCacheSpec) -> Snapshot:

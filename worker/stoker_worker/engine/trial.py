@@ -87,6 +87,11 @@ class TrialSequence:
         return self.n_prompt + self.n_answer
 
     @property
+    def checkpoint(self) -> int:
+        """The place in the first prompt where a model with snapshots takes one for other prompts."""
+        return self.n_prompt // 2
+
+    @property
     def n_second_prompt(self) -> int:
         return len(self.ids) - SECOND_ANSWER
 
@@ -428,18 +433,17 @@ class _Trial:
         return self._run(uids)
 
     def _place(self, sequence: TrialSequence, number: int) -> int:
-        """Tokens to restore: up to the end of the first turn, up to its last prompt token, or up to any other place."""
-        places = [sequence.n_first, sequence.n_prompt - 1]
-        if not self._snapshots:
-            places.append(sequence.n_prompt)
+        """Tokens to restore: up to the end of the first turn, up to its last prompt token, or up to another place."""
+        places = (sequence.n_first, sequence.n_prompt - 1, sequence.checkpoint if self._snapshots else sequence.n_prompt)
         return places[number % len(places)]
 
     def _submit(
         self, sequence: TrialSequence, n_prompt: int, n_answer: int, prefix: SequenceCache | None = None
     ) -> int:
         request = GenerationRequest(agent_id="trial", prompt="trial", max_tokens=n_answer)
-        shares = ("trial",) if self._plan.shares else None
-        return self._engine.submit(GenerationWork(request, sequence.ids[:n_prompt], prefix, shares=shares))
+        shares, at = ("trial",) if self._plan.shares else None, (sequence.checkpoint,)
+        work = GenerationWork(request, sequence.ids[:n_prompt], prefix, shares=shares, checkpoints_at=at)
+        return self._engine.submit(work)
 
     def _run(self, uids: dict[int, TrialSequence]) -> list[_Observed]:
         while self.error is None and self._engine.in_flight:

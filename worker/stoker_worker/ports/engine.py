@@ -124,18 +124,21 @@ class SequenceCache:
         snapshots: in the order of their tokens; none lies after `n_tokens`. The engine goes on from the last one, which
             has to be at `n_tokens` then.
         room: holds the cache from its first token on.
+        checkpoints: more snapshots, taken where `GenerationWork.checkpoints_at` asked for them, in the same order.
     """
 
     n_tokens: int
     layers: tuple[LayerKV, ...]
     snapshots: tuple[Snapshot, ...] = ()
     room: PrefixRoom | None = None
+    checkpoints: tuple[Snapshot, ...] = ()
 
     def up_to(self, n_tokens: int) -> "SequenceCache":
-        """The cache of the first `n_tokens` of them, in the same arrays."""
+        """The cache of the first `n_tokens` of them, in the same arrays; checkpoints are snapshots there."""
         layers = tuple((keys[:, :n_tokens], values[:, :n_tokens]) for keys, values in self.layers)
-        snapshots = tuple(snapshot for snapshot in self.snapshots if snapshot.n_tokens <= n_tokens)
-        return replace(self, n_tokens=n_tokens, layers=layers, snapshots=snapshots)
+        taken = {one.n_tokens: one for one in (*self.checkpoints, *self.snapshots) if one.n_tokens <= n_tokens}
+        snapshots = tuple(taken[n] for n in sorted(taken))
+        return replace(self, n_tokens=n_tokens, layers=layers, snapshots=snapshots, checkpoints=())
 
     def copied_into(self, room: PrefixRoom) -> "SequenceCache":
         """The same cache, with a copy of `layers` in the engine's memory."""
@@ -153,6 +156,8 @@ class GenerationWork:
         is_saved: whether the engine hands the cache back at the end.
         shares: sequences of one value may use each other's caches; ``None``: with no other.
         guide: which tokens its answer may have, from the answer's beginning on; ``None``: any. The engine owns it.
+        checkpoints_at: after how many tokens of the prompt, ascending, a cache that is handed back has a checkpoint;
+            those that lie within `prefix` are left out. Of no use to a model of full attention alone.
     """
 
     request: GenerationRequest
@@ -161,6 +166,7 @@ class GenerationWork:
     is_saved: bool = True
     shares: tuple[str | None, ...] | None = None
     guide: AnswerGuide | None = None
+    checkpoints_at: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
