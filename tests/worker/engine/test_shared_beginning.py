@@ -85,9 +85,35 @@ def test_the_others_go_on_when_the_first_is_cancelled_in_its_prefill(layout):
     assert prefilled(done, works[1:]) < SYSTEM + 3 * 41
 
 
-def test_a_model_with_windows_shares_nothing():
-    layout = Layout("gemma3_text", eos=False)
-    works = crowd(random.Random(6), n=3)
-    done = run(layout.engine(), works)
-    assert_right(layout, works, done)
-    assert all(end.cached_tokens == 0 for end in done)
+@pytest.fixture(scope="module", params=["gemma3_text", "qwen3_next", "mamba2"])
+def cut_nowhere(request):
+    """A model with windows, one with recurrent layers too, and one that has nothing else."""
+    return Layout(request.param, eos=False)
+
+
+def test_prompts_of_a_model_that_cannot_be_cut_prefill_one_beginning_once(cut_nowhere):
+    rng = random.Random(6)
+    works = crowd(rng)
+    works.append(replace(works[3], prompt_ids=(*works[3].prompt_ids[:100], *random_ids(rng, 250))))
+    engine = cut_nowhere.engine(max_batch=4, prefill_tokens=64)
+    uids, ended = [engine.submit(one) for one in works], {}
+    while engine.in_flight:
+        ended |= {end.uid: end for end in engine.step()}
+    done = [ended[uid] for uid in uids]
+    assert_right(cut_nowhere, works, done)
+    assert prefilled(done[:8], works[:8]) < SYSTEM + 8 * 41
+    assert done[8].cached_tokens == 0  # the first one has no state that early
+
+
+def test_sequences_that_wait_for_a_state_go_on_without_it_when_the_first_is_cancelled(cut_nowhere):
+    works = crowd(random.Random(7), n=4)
+    engine = cut_nowhere.engine(prefill_tokens=32)
+    uids = [engine.submit(one) for one in works]
+    engine.step()
+    engine.cancel(uids[0])
+    ended = {}
+    while engine.in_flight:
+        ended |= {end.uid: end for end in engine.step()}
+    done = [ended[uid] for uid in uids[1:]]
+    assert_right(cut_nowhere, works[1:], done)
+    assert prefilled(done, works[1:]) < SYSTEM + 3 * 41

@@ -140,6 +140,14 @@ def snapshots_of(token_ids: Sequence[int], counts: Sequence[int], model: LoadedM
     return tuple(Snapshot(n, states_of(token_ids[:n], model)) for n in counts)
 
 
+def sequence_cache(
+    token_ids: Sequence[int], counts: Sequence[int], places: Sequence[int], model: LoadedModel = MODEL
+) -> SequenceCache:
+    """What the engine hands back, with snapshots after `counts` tokens and checkpoints after `places`."""
+    snapshots, checkpoints = (snapshots_of(token_ids, some, model) for some in (counts, places))
+    return SequenceCache(len(token_ids), cache_of(token_ids, model), snapshots, checkpoints=checkpoints)
+
+
 def boundaries(prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
     """Where the engine takes snapshots: before the prompt's last token, and at the end of the turn."""
     return sorted({len(prompt) - 1, len(prompt) + len(answer)} - {0, -1})
@@ -175,6 +183,7 @@ class AgentOf(Generic[S]):
     name: str = "agent"
     model: LoadedModel = MODEL
     salt: str | None = None
+    system_tokens: int = 0
     jobs: Iterator[int] = field(default_factory=lambda: count(1))
 
     def open(self) -> AgentVersion:
@@ -187,7 +196,9 @@ class AgentOf(Generic[S]):
     def restore(self, prompt: Sequence[int], agent: AgentVersion | None = None) -> Restored:
         """Restore, and check that what came back is the cache of the prompt and nothing else."""
         agent = self.open() if agent is None else agent
-        restored = self.store.restore(prompt, agent=agent, model=self.model, salt=self.salt)
+        restored = self.store.restore(
+            prompt, agent=agent, model=self.model, salt=self.salt, system_tokens=self.system_tokens
+        )
         if restored.prefix is not None:
             n_tokens = restored.prefix.n_tokens
             wanted = cut(cache_of(prompt[:n_tokens], self.model), 0, n_tokens)
@@ -215,12 +226,9 @@ class AgentOf(Generic[S]):
     def turn(self, prompt: Sequence[int], answer: Sequence[int] = (), agent: AgentVersion | None = None) -> Turn:
         agent = self.open() if agent is None else agent
         transcript = make_transcript((*prompt, *answer), tokenizer=self.model.tokenizer_fingerprint)
-        self.restore(prompt, agent)
-        layers = cache_of(transcript.token_ids, self.model)
-        snapshots: tuple[Snapshot, ...] = ()
-        if self.model.spec.snapshot_layers:
-            snapshots = snapshots_of(transcript.token_ids, boundaries(prompt, answer), self.model)
-        return make_turn(self, agent, transcript, SequenceCache(len(transcript.token_ids), layers, snapshots))
+        places = self.restore(prompt, agent).checkpoints_at
+        counts = boundaries(prompt, answer) if self.model.spec.snapshot_layers else []
+        return make_turn(self, agent, transcript, sequence_cache(transcript.token_ids, counts, places, self.model))
 
     def say(self, prompt: Sequence[int], answer: Sequence[int] = (), agent: AgentVersion | None = None) -> int:
         turn = self.turn(prompt, answer, agent)
@@ -296,7 +304,7 @@ def call_of_session(
     restored = restore_of_session(store, prompt, session=session, salt=salt, model=model)
     token_ids = (*prompt, *answer)
     counts = boundaries(prompt, answer) if model.spec.snapshot_layers else []
-    cache = SequenceCache(len(token_ids), cache_of(token_ids, model), snapshots_of(token_ids, counts, model))
+    cache = sequence_cache(token_ids, counts, restored.checkpoints_at, model)
     store.save_session(session, token_ids, cache, prompt_tokens=len(prompt), model=model, salt=salt)
     return restored.prefix.n_tokens if restored.prefix else 0, restored.miss_reason
 

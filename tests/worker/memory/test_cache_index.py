@@ -140,7 +140,7 @@ def test_the_index_agrees_with_a_plain_model_after_any_operations(steps: list[tu
             elif model.sizes:
                 address = sorted(model.sizes)[step[0] % len(model.sizes)]
                 if kind == "sizes":
-                    cache_index.correct_size(connection, address, step[1])
+                    cache_index.correct_sizes(connection, address, (step[1], 0), now=0.0)
                     model.sizes[address] = step[1]
                 elif kind == "missing":
                     cache_index.remove_block(connection, address, now=now)

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 from tests.worker.memory.agents import (
     MODEL,
-    SNAPSHOT_SPECS,
     Agent,
     cache_of,
     disk_bytes,
     files_below,
     ids,
-    make_model,
     open_store,
     tidy,
 )
@@ -116,14 +114,6 @@ def test_a_damaged_shared_block_is_a_miss_and_is_written_again(tmp_path: Path) -
     assert (cached(damaged), damaged.miss_reason) == (0, "block_corrupt")
     ask(store, question())
     assert cached(ask(store, question())) == 512
-
-
-def test_models_with_snapshots_share_nothing_without_an_agent(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    for spec in SNAPSHOT_SPECS.values():
-        for _ in range(3):
-            restored = store.restore(question(), agent=None, model=make_model(spec=spec), salt=None)
-            assert (restored.prefix, restored.to_share) == (None, 0)
 
 
 def test_the_number_of_remembered_blocks_is_bounded_and_chains_are_forgotten_from_the_end() -> None:

@@ -69,7 +69,7 @@ def test_another_agents_blocks_are_of_no_use_without_a_snapshot(hybrid: Agent) -
     other = Agent(hybrid.store, "other", model=hybrid.model)
     assert other.restore(HISTORY).prefix is None
     other.say((*LONG[:700], 5))
-    assert len(files_below(hybrid.store.parts.blocks.path)) == 2  # shared all the same
+    assert len(files_below(hybrid.store.parts.blocks.path)) == 3  # shared all the same, and now with a checkpoint
     assert other.cached((*LONG[:700], 5, 6)) == 701
 
 
@@ -132,12 +132,18 @@ def test_any_run_of_turns_reuses_up_to_the_last_snapshot_on_the_way(
     folder = Path(tempfile.mkdtemp(dir=tmp_path))
     agent = Agent(open_store(folder), model=model_of(name))
     stands: list[int] = []
+    checkpoints: dict[tuple[int, ...], int] = {}
     for seed, (keep, new, answer) in enumerate(turns):
         history = agent.tokens()
         kept = min(keep, len(history))
         prompt = (*history[:keep], *(50_000 + seed for _ in range(new)))
-        assert agent.cached(prompt) == max((n for n in stands if n <= min(kept, len(prompt) - 1)), default=0)
-        agent.say(prompt, ids(answer, seed=seed))
+        own = [n for n in stands if n <= min(kept, len(prompt) - 1)]
+        turn = agent.turn(prompt, ids(answer, seed=seed))
+        shared = [n for begin, n in checkpoints.items() if prompt[:n] == begin and n < len(prompt)]
+        assert agent.cached(prompt) == max((*own, *shared), default=0)
+        agent.store.save(turn)
+        assert turn.cache is not None
+        checkpoints |= {prompt[: one.n_tokens]: one.n_tokens for one in turn.cache.checkpoints}
         stands = [len(prompt) - 1, len(prompt) + answer]
         agent.store = reopen(agent.store, folder)
         assert agent.tokens() == (*prompt, *ids(answer, seed=seed))

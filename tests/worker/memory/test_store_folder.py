@@ -69,7 +69,7 @@ def with_an_agent(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("number", [0, 7, 9, 2**31 - 1])
+@pytest.mark.parametrize("number", [0, 8, 10, 2**31 - 1])
 def test_another_format_is_refused_and_left_alone(tmp_path: Path, number: int) -> None:
     with_an_agent(tmp_path)
 
@@ -79,10 +79,10 @@ def test_another_format_is_refused_and_left_alone(tmp_path: Path, number: int) -
 
     set_format(number)
     before = (tmp_path / "agents.db").read_bytes()
-    with pytest.raises(StoreUnusable, match=f"has format {number}; this version of stoker reads format 8"):
+    with pytest.raises(StoreUnusable, match=f"has format {number}; this version of stoker reads format 9"):
         open_store(tmp_path)
     assert (tmp_path / "agents.db").read_bytes() == before
-    set_format(8)
+    set_format(9)
     with closing(open_store(tmp_path)) as store:
         assert Agent(store).tokens() == ids(300)
 

@@ -34,7 +34,7 @@ from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import Delivery, Transcript
 from stoker_worker.ports.memory import OwnMessage
 
-SAMPLE: Final = Path(__file__).parent / "stored" / "format-8.tar.xz"
+SAMPLE: Final = Path(__file__).parent / "stored" / "format-9.tar.xz"
 
 MODEL = make_model("hybrid", spec=replace(SNAPSHOT_SPECS["hybrid"], dtype="float32", store_dtype="q8"))
 CHAT = (

@@ -153,7 +153,12 @@ def test_a_whole_file_at_another_place_is_a_line(tmp_path: Path, kind: str) -> N
                 ours.write_bytes(theirs.read_bytes())
         pieces = [path for path in parts.pieces.paths("a", 1) if path.exists()]
         expected = [f"{path}: it is another agent's or version's" for path in pieces]
-        blocks = sorted(parts.blocks.path.glob("*/*/*"))
+        checkpoints = sorted(parts.blocks.path.glob("*/*/*-checkpoint*"))
+        assert len(checkpoints) == (kind != "full")
+        blocks = sorted({*parts.blocks.path.glob("*/*/*")}.difference(checkpoints))
+        for path in checkpoints:
+            path.write_bytes((blocks or pieces)[0].read_bytes())
+            expected.append(f"{path}: it is not the checkpoint of its name")
         if blocks:
             blocks[1].write_bytes(blocks[0].read_bytes())
             stray = blocks[0].parent / "notes.txt"

@@ -29,7 +29,7 @@ from stoker_worker.engine.scheduler import ConcurrentScheduler
 from stoker_worker.engine.sequence import EndIds, Sequence
 from stoker_worker.engine.step_limits import BatchWidth, PrefillBudget
 from stoker_worker.engine.text import StopScanner
-from stoker_worker.engine.transfer import cache_to_save, prefix_to_caches, take_snapshot
+from stoker_worker.engine.transfer import cache_to_save, caches_at, prefix_to_caches, take_snapshot
 from stoker_worker.ports import (
     CompletedGeneration,
     GenerationEnginePort,
@@ -61,13 +61,15 @@ class BlockPoolBatchEngine(GenerationEnginePort):
         max_batch: int,
         max_prefilling: int,
         shares_beginnings: bool = False,
+        resumes_at_snapshots: bool = False,
     ) -> None:
         """
         Args:
             model: an mlx-lm model, evaluated on this thread.
             make_generator: makes an empty generator; called again after a step that broke.
             max_batch, max_prefilling: most sequences in the batch, and of those in prefill.
-            shares_beginnings: whether prompts that begin alike are prefilled once.
+            shares_beginnings: whether prompts that begin alike are prefilled once, wherever they part.
+            resumes_at_snapshots: whether they are, as far as a snapshot is taken for that.
         """
         self._model = model
         self._loaded = loaded
@@ -85,6 +87,7 @@ class BlockPoolBatchEngine(GenerationEnginePort):
             width=self._width,
             max_prefilling=min(max_prefilling, max_batch),
             shares_beginnings=shares_beginnings,
+            resume=partial(caches_at, model, self._spec) if resumes_at_snapshots else None,
         )
         self._next_uid = 0
 
@@ -338,4 +341,5 @@ def assemble(
         max_batch=max_batch,
         max_prefilling=max_prefilling,
         shares_beginnings=batching == Batching.ROWS and loaded.has_memory and loaded.spec.has_only_full_layers,
+        resumes_at_snapshots=max_batch > 1 and loaded.has_memory and bool(loaded.spec.snapshot_layers),
     )

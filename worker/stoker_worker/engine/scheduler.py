@@ -5,20 +5,21 @@ Sequences wait in order of age. One that does not fit now lets smaller ones pass
 drains until it fits, so neither a large sequence nor a small one waits forever.
 
 Prompts that begin alike are prefilled once: agents with one system prompt that arrive together would otherwise each
-prefill it, and each hold it.
+prefill it, and each hold it. Where window or recurrent layers cannot be cut back, the first of them stops where the
+others leave its prompt; they wait for the state there, and go on from copies.
 """
 
 import time
 from bisect import insort
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from stoker_worker.engine.generator import Generator
 from stoker_worker.engine.kv_memory import BlockPool, KVCost
 from stoker_worker.engine.sequence import Sequence
 from stoker_worker.engine.step_limits import BatchWidth
-from stoker_worker.ports import Stage
+from stoker_worker.ports import Snapshot, Stage
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 
 LEAST_TOKENS: Final = 64
@@ -33,20 +34,29 @@ _STEP: Final = 64
 
 @dataclass(frozen=True)
 class Beginning:
-    """The first `n_tokens` tokens of `waiting`, which are those of `of` as well: a sequence in the batch."""
+    """The first `n_tokens` tokens of `waiting`, which are those of `of` as well: a sequence in the batch.
+
+    Attributes:
+        at_cut: whether `waiting` can go on only from a snapshot there.
+    """
 
     waiting: Sequence
     of: Sequence
     n_tokens: int
+    at_cut: bool = False
 
     @property
     def is_prefilled(self) -> bool:
+        if self.at_cut:
+            return self.n_tokens in self.of.at_cuts
         return self.of.n_cached + self.of.n_prefilled >= self.n_tokens
 
     @property
     def n_shared(self) -> int:
         """How many of them need not be in memory twice. All that the two have after them is copied once; so 0, if that
         is more than they share."""
+        if self.at_cut:
+            return 0
         n, n_to_split = self.n_tokens // _STEP * _STEP, self.of.n_tokens
         if self.of.prefix is not None:
             n, n_to_split = min(n, self.of.prefix.n_tokens), 0
@@ -71,6 +81,35 @@ def shared_beginning(waiting: Sequence, in_batch: Iterable[Sequence]) -> Beginni
     return held if held.is_prefilled and held.n_shared else None
 
 
+def beginning_at_cut(waiting: Sequence, in_batch: Iterable[Sequence]) -> Beginning | None:
+    """The longest beginning that `waiting` has in common with a sequence in the batch whose prefill stops at its end,
+    if it is worth it."""
+    key, least = waiting.work.shares, waiting.n_cached + LEAST_TOKENS
+    if key is None or waiting.n_prompt <= least:
+        return None
+    found = []
+    for other in in_batch:
+        if other.work.shares == key and (cuts := [n for n in other.comes_to if n >= least]):
+            n_common = _n_common(waiting, other, LEAST_TOKENS)
+            found += [Beginning(waiting, other, n, at_cut=True) for n in cuts if n <= n_common]
+    return max(found, key=lambda beginning: (beginning.n_tokens, beginning.is_prefilled), default=None)
+
+
+def best_cut(joining: Sequence, waiting: Iterable[Sequence]) -> int | None:
+    """Where the prefill of `joining` stops for those that wait: where most tokens need not be prefilled again."""
+    key, least = joining.work.shares, joining.n_cached + LEAST_TOKENS
+    if key is None:
+        return None
+    alike = (other for other in waiting if other.work.shares == key)
+    commons = [
+        n
+        for other in alike
+        if (n := _n_common(other, joining, LEAST_TOKENS)) >= max(least, other.n_cached + LEAST_TOKENS)
+    ]
+    saved = {n: (n - joining.n_cached) * sum(other >= n for other in commons) for n in commons}
+    return max(saved, key=lambda n: saved[n], default=None)
+
+
 def _n_common(waiting: Sequence, other: Sequence, least: int) -> int:
     """Common tokens, without the last one of the other prompt, which is never prefilled, and without those that
     `waiting` has to prefill itself; 0 if fewer than `least`.
@@ -88,6 +127,9 @@ def _n_common(waiting: Sequence, other: Sequence, least: int) -> int:
         known = waiting.n_common[other.uid] = same
     return known
 
+
+Resume = Callable[[list[Any], Snapshot], list[Any]]
+"""Makes new caches, as they were at a snapshot, from those of a sequence that has come further."""
 
 MOST_OVERTAKEN: Final = 32
 """Most sequences that may pass one that does not fit."""
@@ -137,7 +179,14 @@ class ConcurrentScheduler:
     """
 
     def __init__(
-        self, *, pool: BlockPool, kv_cost: KVCost, width: BatchWidth, max_prefilling: int, shares_beginnings: bool
+        self,
+        *,
+        pool: BlockPool,
+        kv_cost: KVCost,
+        width: BatchWidth,
+        max_prefilling: int,
+        shares_beginnings: bool,
+        resume: Resume | None = None,
     ) -> None:
         """
         Args:
@@ -145,12 +194,14 @@ class ConcurrentScheduler:
             width: how many sequences may be in the batch.
             max_prefilling: most of them in prefill.
             shares_beginnings: whether a sequence may take over the beginning of another one's cache, or share it.
+            resume: where it can do so only at a snapshot: makes the caches for that.
         """
         self._pool = pool
         self._kv_cost = kv_cost
         self._width = width
         self._max_prefilling = max_prefilling
         self._shares_beginnings = shares_beginnings
+        self._resume = resume
         self._joining: Sequence | None = None  # neither waiting nor in the batch: to join may break
         self.waiting = WaitingSequences()
         self.prefilling: dict[int, Sequence] = {}
@@ -190,7 +241,9 @@ class ConcurrentScheduler:
                 break
             sequence.inserted_at = sequence.inserted_at or time.perf_counter()
             if (beginning := self._beginning(sequence)) is not None:
-                _begin_alike(sequence, beginning, generator)
+                self._begin_alike(sequence, beginning, generator)
+            if self._resume is not None and (cut := best_cut(sequence, self.waiting)) is not None:
+                sequence.cut_at.add(cut)
             sequence.join(generator)
             assert sequence.generator_uid is not None
             self.prefilling[sequence.generator_uid] = sequence
@@ -233,7 +286,24 @@ class ConcurrentScheduler:
         return sum(self._cost(n_tokens).values()) + more <= self._pool.total
 
     def _beginning(self, sequence: Sequence) -> Beginning | None:
+        if self._resume is not None:
+            return beginning_at_cut(sequence, self.in_batch())
         return shared_beginning(sequence, self.in_batch()) if self._shares_beginnings else None
+
+    def _begin_alike(self, sequence: Sequence, beginning: Beginning, generator: Generator) -> None:
+        """Let a sequence that joins share what it can of a beginning, and copy what else it does not have itself."""
+        uid = beginning.of.generator_uid
+        assert uid is not None
+        if n_shared := beginning.n_shared:
+            sequence.prefix = generator.share(uid, n_shared)
+            beginning.of.prefix = beginning.of.prefix or sequence.prefix
+        if beginning.at_cut:
+            assert self._resume is not None
+            caches = self._resume(generator.peek(uid), beginning.of.at_cuts[beginning.n_tokens])
+            sequence.take_beginning(caches, beginning.n_tokens, beginning.of)
+        elif beginning.n_tokens > sequence.n_cached:
+            caches = generator.beginning(uid, beginning.n_tokens)
+            sequence.take_beginning(caches, beginning.n_tokens, beginning.of)
 
     def _hold(self) -> None:
         """Let each holder have the blocks of its next step: first those that need fewer than now, then the others."""
@@ -287,14 +357,3 @@ class ConcurrentScheduler:
         for sequence in sequences:
             self.drop(sequence)
         return sequences
-
-
-def _begin_alike(sequence: Sequence, beginning: Beginning, generator: Generator) -> None:
-    """Let a sequence that joins share what it can of a beginning, and copy the rest that it does not have itself."""
-    uid = beginning.of.generator_uid
-    assert uid is not None
-    if n_shared := beginning.n_shared:
-        sequence.prefix = generator.share(uid, n_shared)
-        beginning.of.prefix = beginning.of.prefix or sequence.prefix
-    if beginning.n_tokens > sequence.n_cached:
-        sequence.take_beginning(generator.beginning(uid, beginning.n_tokens), beginning.n_tokens)

@@ -152,6 +152,11 @@ class Sequence:
         return self.n_prompt + self.n_kept - (self.work.request.max_tokens == 0)
 
     @property
+    def comes_to(self) -> set[int]:
+        """Of `cut_at`, the places where it has a snapshot or comes to take one."""
+        return {n for n in self.cut_at if n in self.at_cuts or self.n_cached + self.n_prefilled < n < self.n_prompt}
+
+    @property
     def checkpoints(self) -> tuple[Snapshot, ...]:
         """Those of its snapshots that it is to hand back for other prompts."""
         return tuple(self.at_cuts[n] for n in self.work.checkpoints_at if n in self.at_cuts)

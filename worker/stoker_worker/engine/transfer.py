@@ -124,6 +124,12 @@ def prefix_to_caches(model: Any, prefix: SequenceCache, spec: ModelCacheSpec) ->
     return caches
 
 
+def caches_at(model: Any, spec: ModelCacheSpec, caches: list[Any], at: Snapshot) -> list[Any]:
+    """New caches as they were at a snapshot of a sequence, `caches` being those that it has by now."""
+    prefix = replace(slice_caches(caches, at.n_tokens, spec), snapshots=(at,))
+    return prefix_to_caches(model, prefix, spec)
+
+
 def _state_to_mlx(state: LayerState, layer: LayerSpec, n_tokens: int, spec: ModelCacheSpec) -> list[mx.array]:
     wanted = layer.snapshot_arrays(n_tokens, spec.dtype)
     if [array.shape for array in state] != [array.shape for array in wanted]:

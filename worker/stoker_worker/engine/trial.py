@@ -434,7 +434,11 @@ class _Trial:
 
     def _place(self, sequence: TrialSequence, number: int) -> int:
         """Tokens to restore: up to the end of the first turn, up to its last prompt token, or up to another place."""
-        places = (sequence.n_first, sequence.n_prompt - 1, sequence.checkpoint if self._snapshots else sequence.n_prompt)
+        places = (
+            sequence.n_first,
+            sequence.n_prompt - 1,
+            sequence.checkpoint if self._snapshots else sequence.n_prompt,
+        )
         return places[number % len(places)]
 
     def _submit(

@@ -312,7 +312,7 @@ def _prepare(connection: Connection, agent_id: str, version: int | None, asked: 
     except Damaged as damage:
         raise AgentTranscriptUnreadable(f"version {to} of agent {agent_id!r}: {damage}") from None
     chain = None
-    if cache is not None and not cache.snapshots:  # a cache that needs a snapshot is of no use without it
+    if cache is not None:
         chain = chain_of(cache, transcript.token_ids)
         chain = chain.up_to(chain.n_blocks * BLOCK_TOKENS)
     back = AgentRolledBack(
@@ -430,7 +430,7 @@ def _remove(connection: Connection, *, agent_id: str, asked: Asked, is_held: Cal
         cache_index.set_piece_bytes(connection, row.number, 0)
         transcripts.delete_agent(connection, row)
         going, shared = _take_blocks(connection, ends, is_held)
-        counts = {"blocks": len(going), "block_bytes": sum(x.n_bytes for x in going), "shared_blocks": shared}
+        counts = {"blocks": len(going), "block_bytes": sum(x.both_bytes for x in going), "shared_blocks": shared}
         forgotten = forgotten.model_copy(update={"version": row.version, **counts})
     asked.remember(connection, transcripts.FORGETTER, agent_id, forgotten, version=0)
     return _Removed(forgotten, going)
@@ -439,9 +439,9 @@ def _remove(connection: Connection, *, agent_id: str, asked: Asked, is_held: Cal
 def _remove_files(parts: StoreParts, removed: _Removed, is_held: Callable[[str], bool]) -> None:
     """Raises `OSError`: some are left."""
     pieces = parts.pieces.paths(removed.answer.agent_id, removed.answer.version)
-    blocks = (parts.blocks.path_of(one.model, one.address) for one in removed.blocks if not is_held(one.address))
+    gone = (parts.blocks.both(one.model, one.address) for one in removed.blocks if not is_held(one.address))
     with ExitStack() as removals:  # each is tried, also after one that fails
-        for path in (*pieces, *blocks):
+        for path in (*pieces, *(path for both in gone for path in both)):
             removals.callback(parts.files.remove, path)
 
 

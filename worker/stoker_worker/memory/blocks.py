@@ -1,8 +1,9 @@
 """The cache on disk: the addresses of its blocks, the format of its files and the folders that they are in.
 
 A full block has an address: a chained SHA-256 over the model, the salt and every token up to the block's end. Blocks of
-the same address hold the same cache: agents share them, and blocks of different salts never mix. Each agent's newest
-version has pieces of its own beside them: the tail and the snapshots.
+the same address hold the same cache: agents share them, and blocks of different salts never mix. A block may have a
+checkpoint beside it: the window and recurrent layers at its end, shared in the same way. Each agent's newest version
+has pieces of its own: the tail and the snapshots.
 
 A file is a safetensors file that is written once and never changed. A reader builds the header that it expects (model,
 cache layout, parent, token ids) and compares bytes, so no content of a file is trusted unseen. Writing streams the
@@ -142,7 +143,7 @@ def common_length(left: Sequence[Any], right: Sequence[Any]) -> int:
 
 PieceKind = Literal["block", "tail", "snapshot"]
 """``block``: a full block, shared by all agents of one salt. ``tail``: an agent's last, partial block. ``snapshot``:
-the window and recurrent layers of an agent after some tokens."""
+the window and recurrent layers after some tokens: an agent's own, or a checkpoint."""
 
 _SAFETENSORS_NAMES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint8": "U8"}
 
@@ -452,6 +453,35 @@ Pieces = Mapping[Path, Iterable[Chunk]]
 """The tail and the snapshots of a version: the bytes of each file."""
 
 
+_CHECKPOINT: Final = "-checkpoint"
+
+
+def checkpoint_beside(block: Path) -> Path:
+    """The file of the checkpoint at the end of a block."""
+    return block.with_name(f"{block.stem}{_CHECKPOINT}{block.suffix}")
+
+
+def block_beside(path: Path) -> Path:
+    """The block of a checkpoint's file; a block's file itself."""
+    return path.with_name(path.name.replace(_CHECKPOINT, ""))
+
+
+@dataclass(frozen=True)
+class SavedBlocks:
+    """Allocated bytes of files, by the index of their block in a chain.
+
+    Attributes:
+        blocks: from the first one on that was missing.
+    """
+
+    blocks: Mapping[int, int]
+    checkpoints: Mapping[int, int]
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(self.blocks.values()) + sum(self.checkpoints.values())
+
+
 class BlockFolder:
     """``STORE/blocks``."""
 
@@ -462,15 +492,17 @@ class BlockFolder:
     def path_of(self, model: str, address: str) -> Path:
         return self.path / model[:16] / address[:2] / f"{address}.safetensors"
 
+    def both(self, model: str, address: str) -> tuple[Path, Path]:
+        """The files of a block and of its checkpoint. Either may not be there."""
+        block = self.path_of(model, address)
+        return block, checkpoint_beside(block)
+
     def n_there(self, chain: BlockChain) -> int:
         """How many of the chain's full blocks, from the first on, are there."""
         return sum(1 for _ in takewhile(is_there, chain.paths(self.path_of)))
 
-    def save(self, chain: BlockChain, cache: SequenceCache, spec: ModelCacheSpec) -> dict[int, int]:
-        """Write every full block of `chain`, except those that are there.
-
-        Returns:
-            the allocated bytes of each block from the first missing one on, by its index in the chain.
+    def save(self, chain: BlockChain, cache: SequenceCache, spec: ModelCacheSpec) -> SavedBlocks:
+        """Write every full block of `chain` and the cache's checkpoints, except those that are there.
 
         Raises:
             OSError: not all of them could be written.
@@ -483,8 +515,15 @@ class BlockFolder:
             paths[index] = path = self.path_of(chain.model, chain.addresses[index])
             if not _has_size(path, piece.n_bytes):
                 missing[path] = piece.encode(cache.layers, index * BLOCK_TOKENS)
+        checkpoints: dict[int, Path] = {}
+        for one in cache.checkpoints:
+            piece = CachePiece.snapshot(spec, chain.up_to(one.n_tokens))
+            index = one.n_tokens // BLOCK_TOKENS - 1
+            path = checkpoints[index] = self.both(chain.model, chain.addresses[index])[1]
+            if not _has_size(path, piece.n_bytes):
+                missing[path] = piece.encode_states(one.states)
         self._writer.put_all(missing)
-        return {index: allocated_bytes(path) for index, path in paths.items()}
+        return SavedBlocks(*({index: allocated_bytes(path) for index, path in x.items()} for x in (paths, checkpoints)))
 
 
 class PieceFolder:

@@ -2,7 +2,8 @@
 
 It only decides what may be evicted, and counts; a lookup asks the disk. An agent refers to the last block of its chain
 that is on disk, and each block to the one before it: so a turn changes a few rows, however long its conversation, and
-a block is in use as long as an agent or another block refers to it. Runs inside `Database.snapshot` or a change of
+a block is in use as long as an agent or another block refers to it. A checkpoint is in the row of its block, and goes
+with it. A model without full attention has rows of blocks without files. Runs inside `Database.snapshot` or a change of
 `Database.commit`; owns the table `blocks`, `store.cache_bytes`, and the columns of `agents` that are about cache files.
 """
 
@@ -13,6 +14,7 @@ from typing import Final
 from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.memory.database import Connection, count_bytes
 from stoker_worker.memory.transcripts import AgentRow
+from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class Block:
     Attributes:
         model: the first 16 characters of the model's fingerprint, which are part of the path.
         n_bytes: allocated.
+        checkpoint_bytes: those of its checkpoint; 0: it has none.
         n_users: agents whose cache ends at this block, and blocks that follow it; `_MOST_USERS` of each kind are
             counted.
     """
@@ -30,7 +33,12 @@ class Block:
     parent: str
     model: str
     n_bytes: int
+    checkpoint_bytes: int
     n_users: int
+
+    @property
+    def both_bytes(self) -> int:
+        return self.n_bytes + self.checkpoint_bytes
 
 
 _MOST_USERS: Final = 200
@@ -44,14 +52,16 @@ _IS_USED: Final = (
     "(EXISTS (SELECT 1 FROM agents WHERE last_block = blocks.address)"
     " OR EXISTS (SELECT 1 FROM blocks AS child WHERE child.parent = blocks.address))"
 )
-_COLUMNS: Final = "lower(hex(address)), lower(hex(parent)), CAST(model AS TEXT), CAST(n_bytes AS INTEGER)"
+_BYTES: Final = "CAST(n_bytes AS INTEGER), coalesce(CAST(checkpoint_bytes AS INTEGER), 0)"
+_COLUMNS: Final = f"lower(hex(address)), lower(hex(parent)), CAST(model AS TEXT), {_BYTES}"
 _BLOCK: Final = f"SELECT {_COLUMNS}, {_N_USERS} FROM blocks"
 
 HAS_CACHE: Final = "(piece_bytes > 0 OR last_block IS NOT NULL)"
 """The condition of the index `agents_with_cache`: the agent has cache on disk."""
 
 COUNTED_BYTES: Final = (
-    "((SELECT coalesce(sum(n_bytes), 0) FROM blocks) + (SELECT coalesce(sum(piece_bytes), 0) FROM agents))"
+    "((SELECT coalesce(sum(n_bytes + checkpoint_bytes), 0) FROM blocks)"
+    " + (SELECT coalesce(sum(piece_bytes), 0) FROM agents))"
 )
 """The bytes of all cache files in the index, one by one. Reads all rows."""
 
@@ -80,6 +90,67 @@ def add_blocks(connection: Connection, chain: BlockChain, sizes: Mapping[int, in
         count_bytes(connection, n_bytes - (known[0] if known else 0))
         connection.execute("UPDATE blocks SET unused_since = NULL WHERE address = ?", (parent,))
         note_unused(connection, chain.addresses[index], now=now)
+
+
+def add_checkpoints(connection: Connection, chain: BlockChain, sizes: Mapping[int, int], *, now: float) -> None:
+    """Enter checkpoints: allocated bytes by the index of their block in `chain`. One saves the tokens since the
+    checkpoint before it."""
+    for index, n_bytes in sorted(sizes.items()):
+        known = _bytes_of(connection, chain.addresses[index])
+        if known is not None:  # else the block has been removed meanwhile, and its checkpoint is an orphan
+            others = (n for n in range(index - 1, -1, -1) if (_bytes_of(connection, chain.addresses[n]) or (0, 0))[1])
+            saves = (index - next(others, -1)) * BLOCK_TOKENS
+            sql = (
+                "UPDATE blocks SET checkpoint_bytes = ?, checkpoint_saves = ?, checkpoint_uses = 0, checkpoint_used = ?"
+                " WHERE address = ?"
+            )
+            connection.execute(sql, (n_bytes, saves, now, bytes.fromhex(chain.addresses[index])))
+            count_bytes(connection, n_bytes - known[1])
+
+
+def drop_checkpoint(connection: Connection, address: str) -> None:
+    """The file of the block's checkpoint is gone."""
+    if (known := _bytes_of(connection, address)) is not None and known[1]:
+        connection.execute("UPDATE blocks SET checkpoint_bytes = 0 WHERE address = ?", (bytes.fromhex(address),))
+        count_bytes(connection, -known[1])
+
+
+def touch_checkpoint(connection: Connection, address: str, used_at: float) -> None:
+    """A prompt went on from the checkpoint."""
+    sql = (
+        "UPDATE blocks SET checkpoint_used = ?, checkpoint_uses = checkpoint_uses + 1"
+        " WHERE address = ? AND checkpoint_bytes > 0"
+    )
+    connection.execute(sql, (used_at, bytes.fromhex(address)))
+
+
+def checkpoint_bytes(connection: Connection) -> int:
+    """Allocated bytes of all checkpoints."""
+    sql = "SELECT coalesce(sum(checkpoint_bytes), 0) FROM blocks WHERE checkpoint_bytes > 0"
+    return int(connection.execute(sql).fetchone()[0])
+
+
+def worst_checkpoints(connection: Connection, *, limit: int, now: float) -> list[tuple[Block, float]]:
+    """The blocks whose checkpoints cost most for what they save, and that cost: bytes for each token that it saves,
+    times the seconds since it was used, by the number of its uses."""
+    saves = "(max(coalesce(checkpoint_saves, 0), 1) * (1 + checkpoint_uses))"
+    cost = f"checkpoint_bytes * max(?1 - checkpoint_used, 0.001) / {saves}"
+    sql = f"SELECT {_COLUMNS}, 0, {cost} AS cost FROM blocks WHERE checkpoint_bytes > 0 ORDER BY cost DESC LIMIT ?2"
+    return [(Block(*row), float(cost)) for *row, cost in connection.execute(sql, (now, limit))]
+
+
+def cost_of_agent(connection: Connection, row: AgentRow, *, now: float) -> float:
+    """The cost of the agent's cache, as that of a checkpoint."""
+    chain = "coalesce((SELECT chain_bytes FROM blocks WHERE address = last_block), 0)"
+    cost = f"(piece_bytes + {chain}) * max(?1 - last_used, 0.001) / max(cached_tokens, 1)"
+    found = connection.execute(f"SELECT {cost} FROM agents WHERE number = ?2", (now, row.number)).fetchone()
+    return float(found[0] or 0) if found else 0.0
+
+
+def _bytes_of(connection: Connection, address: str) -> tuple[int, int] | None:
+    """Allocated bytes of a block and of its checkpoint; ``None``: it is not in the index."""
+    found = connection.execute(f"SELECT {_BYTES} FROM blocks WHERE address = ?", (bytes.fromhex(address),)).fetchone()
+    return None if found is None else (found[0], found[1])
 
 
 def has_block(connection: Connection, address: str) -> bool:
@@ -115,22 +186,20 @@ def note_unused(connection: Connection, address: str, *, now: float) -> None:
 
 
 def remove_block(connection: Connection, address: str, *, now: float | None = None) -> None:
-    """Its file is gone. Agents that ended at it end at the block before it; that one becomes unused with it.
+    """Its files are gone. Agents that ended at it end at the block before it; that one becomes unused with it.
 
     Args:
         now: ``None``: the block before it has been unused as long as this one.
     """
     key = bytes.fromhex(address)
-    row = connection.execute(
-        "SELECT parent, CAST(n_bytes AS INTEGER), unused_since FROM blocks WHERE address = ?", (key,)
-    ).fetchone()
+    row = connection.execute(f"SELECT parent, unused_since, {_BYTES} FROM blocks WHERE address = ?", (key,)).fetchone()
     if row is None:
         return
-    parent, n_bytes, unused_since = row
+    parent, unused_since, *n_bytes = row
     connection.execute("DELETE FROM blocks WHERE address = ?", (key,))
     has_parent = connection.execute("SELECT 1 FROM blocks WHERE address = ?", (parent,)).fetchone() is not None
     connection.execute("UPDATE agents SET last_block = ? WHERE last_block = ?", (parent if has_parent else None, key))
-    count_bytes(connection, -n_bytes)
+    count_bytes(connection, -sum(n_bytes))
     since = unused_since if now is None else now
     if has_parent and since is not None:
         note_unused(connection, parent.hex(), now=since)
@@ -212,13 +281,19 @@ def block_sizes(connection: Connection, start: str, *, after: str, limit: int) -
     return [Block(*row) for row in rows]
 
 
-def correct_size(connection: Connection, address: str, n_bytes: int) -> None:
-    """The allocated bytes of the block are these."""
-    key = bytes.fromhex(address)
-    known = connection.execute("SELECT CAST(n_bytes AS INTEGER) FROM blocks WHERE address = ?", (key,)).fetchone()
-    if known is not None:
-        connection.execute("UPDATE blocks SET n_bytes = ? WHERE address = ?", (n_bytes, key))
-        count_bytes(connection, n_bytes - known[0])
+def correct_sizes(connection: Connection, address: str, sizes: tuple[int, int], *, now: float) -> None:
+    """The allocated bytes of the block and of its checkpoint are these; 0: the file is gone."""
+    if (known := _bytes_of(connection, address)) is None:
+        return
+    if known[0] and not sizes[0]:
+        remove_block(connection, address, now=now)  # its checkpoint is of no use without it
+        return
+    sql = (
+        "UPDATE blocks SET n_bytes = ?1, checkpoint_bytes = ?2, checkpoint_used = coalesce(checkpoint_used, ?3)"
+        " WHERE address = ?4"
+    )
+    connection.execute(sql, (*sizes, now, bytes.fromhex(address)))
+    count_bytes(connection, sum(sizes) - sum(known))
 
 
 def touch_block(connection: Connection, address: str, used_at: float) -> None:

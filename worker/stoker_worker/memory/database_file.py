@@ -28,7 +28,7 @@ COMPANIONS: Final = ("-journal", "-wal", "-shm")
 _DECIDED: Final = f"{NAME}.new-"
 _KEPT: Final = f"{NAME}.replaced-"
 
-FORMAT: Final = 8
+FORMAT: Final = 9
 """SQLite's `user_version`. No release wrote a lower one. ``docs/storage-format.md`` explains every column, and
 "Formats" there what a change of the tables needs."""
 
@@ -102,10 +102,15 @@ CREATE TABLE blocks (
     model TEXT NOT NULL,
     n_bytes INTEGER NOT NULL,
     chain_bytes INTEGER NOT NULL,
-    unused_since REAL
+    unused_since REAL,
+    checkpoint_bytes INTEGER NOT NULL DEFAULT 0,
+    checkpoint_saves INTEGER,
+    checkpoint_uses INTEGER NOT NULL DEFAULT 0,
+    checkpoint_used REAL
 ) WITHOUT ROWID;
 CREATE INDEX blocks_by_parent ON blocks (parent);
 CREATE INDEX blocks_unused ON blocks (unused_since) WHERE unused_since IS NOT NULL;
+CREATE INDEX blocks_with_checkpoint ON blocks (checkpoint_bytes) WHERE checkpoint_bytes > 0;
 
 CREATE TABLE models (
     fingerprint TEXT PRIMARY KEY,

@@ -1,7 +1,9 @@
 """Limits a store's bytes on disk: evicts when it is over the limit. Any thread.
 
-First the blocks that no agent uses go, then the cache of the least recently used agents without work, then that of
-waiting agents, the one needed last first. Never the cache of a running agent, never a held block, never a transcript.
+First the blocks that no agent uses go. Then the checkpoints of blocks, as long as they take more than their share, or
+cost more for what they save than the cache of the least recently used agent without work; then the cache of these
+agents, then that of waiting agents, the one needed last first. Never the cache of a running agent, never a held block
+or its checkpoint, never a transcript.
 
 The bytes of cache files are in the database; only folders and the files beside the database are looked at. A save or a
 restore first names the blocks that it counts on (`Holds`), and from then on each of them is there or not. Files go
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Final
 
 from stoker_worker.memory import cache_index, transcripts
+from stoker_worker.memory.blocks import block_beside, checkpoint_beside
 from stoker_worker.memory.cache_index import HAS_CACHE, Block
 from stoker_worker.memory.database import Connection, Damaged, DatabaseFailed
 from stoker_worker.memory.files import allocated_bytes, is_there
@@ -41,6 +44,8 @@ _Note = Callable[[Connection], None]
 DEFAULT_SHARE: Final = 0.8
 LOW_WATER: Final = 0.9
 KEEP_UNUSED_S: Final = 3600.0
+CHECKPOINT_SHARE: Final = 0.25
+"""Of a store that is full, checkpoints take no more than this."""
 _AT_ONCE: Final = 64
 _LOOK_EVERY_S: Final = 1.0
 
@@ -75,14 +80,20 @@ class Notes:
         self._keep(("read", block), partial(cache_index.touch_block, address=block, used_at=time.time()))
         self._write_if_many()
 
+    def resumed(self, block: str) -> None:
+        """A prompt went on from the checkpoint of the block of this address."""
+        self._keep(("resumed", block), partial(cache_index.touch_checkpoint, address=block, used_at=time.time()))
+        self._write_if_many()
+
     def ended(self, agent_id: str, delivery: bytes, until: float) -> None:
         """The answer to this delivery (its key) is needed until then (Unix time)."""
         self._keep(delivery, partial(transcripts.keep_answer, agent_id=agent_id, key=delivery, until=until))
         self._write_if_many()
 
     def block_changed(self, path: Path) -> None:
-        """The block's file is gone, or not as long as its row has it."""
-        self._keep(path, partial(_measure_block, path=path))
+        """The file of a block or of its checkpoint is gone, or not as long as its row has it."""
+        block = block_beside(path)
+        self._keep(block, partial(_measure_block, path=block))
 
     def pieces_changed(self, agent_id: str) -> None:
         """The files of the agent's tail and snapshots are not those that its row counts."""
@@ -124,10 +135,8 @@ class Notes:
 
 
 def _measure_block(connection: Connection, path: Path) -> None:
-    if is_there(path):
-        cache_index.correct_size(connection, path.stem, allocated_bytes(path))
-    else:
-        cache_index.remove_block(connection, path.stem, now=time.time())
+    sizes = allocated_bytes(path), allocated_bytes(checkpoint_beside(path))
+    cache_index.correct_sizes(connection, path.stem, sizes, now=time.time())
 
 
 def _write(connection: Connection, notes: Iterable[_Note]) -> None:
@@ -220,14 +229,16 @@ class Plan:
         agents: those that lose cache they use; their tails and snapshots go too.
         released: of them those that give up the rest of their chains, which others use as well: when those are evicted
             too, nothing keeps it.
+        checkpoints: the blocks that lose theirs.
     """
 
     blocks: tuple[Block, ...] = ()
     agents: tuple[AgentRow, ...] = ()
     released: tuple[AgentRow, ...] = ()
+    checkpoints: tuple[Block, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.blocks or self.agents)
+        return bool(self.blocks or self.agents or self.checkpoints)
 
 
 def plan_unused(
@@ -243,8 +254,35 @@ def plan_unused(
             break
         if block.address not in held:
             blocks.append(block)
-            freed += block.n_bytes
+            freed += block.both_bytes
     return Plan(tuple(blocks))
+
+
+def plan_checkpoints(
+    connection: Connection,
+    idle: AgentRow | None,
+    *,
+    need_bytes: int,
+    share_bytes: float,
+    held: AbstractSet[str],
+    most: int,
+) -> Plan:
+    """Checkpoints to free `need_bytes`, those first that cost most for what they save.
+
+    Args:
+        idle: the agent whose cache goes next; checkpoints that cost less are left, if they take no more than
+            `share_bytes`. ``None``: there is none.
+    """
+    now, going, freed = time.time(), list[Block](), 0
+    least_cost = cache_index.cost_of_agent(connection, idle, now=now) if idle is not None else 0.0
+    over_bytes = cache_index.checkpoint_bytes(connection) - share_bytes
+    for block, cost in cache_index.worst_checkpoints(connection, limit=most + len(held), now=now):
+        if freed >= need_bytes or len(going) >= most or (cost < least_cost and freed >= over_bytes):
+            break
+        if block.address not in held:
+            going.append(block)
+            freed += block.checkpoint_bytes
+    return Plan(checkpoints=tuple(going))
 
 
 def idle_rows(connection: Connection, with_work: Collection[str]) -> Iterator[AgentRow]:
@@ -291,7 +329,7 @@ def plan_agents(
             if block.address not in blocks:
                 blocks[block.address] = block
                 gone[block.parent] += 1
-                freed += block.n_bytes
+                freed += block.both_bytes
         if freed >= need_bytes or len(blocks) >= most or len(losing) >= most:
             break
     agents = (row for row in losing if row.piece_bytes or row in released or _loses(row, blocks))
@@ -367,7 +405,8 @@ class DiskBudget:
 
         def without_rows() -> list[Path]:
             with self._database.snapshot() as connection:
-                return [path for path in blocks if not cache_index.has_block(connection, path.stem)]
+                gone = [path for path in blocks if not cache_index.has_block(connection, path.stem)]
+            return [one for path in gone for one in (path, checkpoint_beside(path))]
 
         with suppress(OSError, Damaged):
             self.discard(without_rows)
@@ -387,7 +426,7 @@ class DiskBudget:
         looks, nobody begins to count on one. Raises `OSError`."""
         with self.holds.lock:
             held = self.holds.blocks()
-            paths = [path for path in find() if path.stem not in held]
+            paths = [path for path in find() if block_beside(path).stem not in held]
             for path in paths:
                 self._parts.files.remove(path)
         return len(paths)
@@ -395,7 +434,8 @@ class DiskBudget:
     def _unlink(self, plan: Plan) -> None:
         """Remove the plan's files. Raises `OSError`: some may be left."""
         pieces, blocks = self._parts.pieces, self._parts.blocks
-        paths = [blocks.path_of(block.model, block.address) for block in plan.blocks]
+        paths = [path for block in plan.blocks for path in blocks.both(block.model, block.address)]
+        paths += [blocks.both(block.model, block.address)[1] for block in plan.checkpoints]
         for row in plan.agents:
             self._on_evicted(row.agent_id)
             paths += pieces.paths(row.agent_id, row.version)
@@ -413,6 +453,9 @@ class DiskBudget:
             for block in plan.blocks:
                 if not is_there(self._parts.blocks.path_of(block.model, block.address)):  # else it is saved again
                     cache_index.remove_block(connection, block.address, now=now if plan.agents else None)
+            for block in plan.checkpoints:
+                if not is_there(self._parts.blocks.both(block.model, block.address)[1]):
+                    cache_index.drop_checkpoint(connection, block.address)
 
         self._database.commit(change)
 
@@ -447,6 +490,8 @@ class DiskBudget:
                     if plan.agents:
                         n_blocks, n_agents = len(plan.blocks), len(plan.agents)
                         _log.info("evicted %d blocks, and the rest of the cache of %d agents", n_blocks, n_agents)
+                    if plan.checkpoints:
+                        _log.info("evicted %d checkpoints", len(plan.checkpoints))
         except DatabaseFailed as error:
             self._database.outage.met(error)
         except (OSError, Damaged) as error:
@@ -475,6 +520,10 @@ class DiskBudget:
         unused = plan_unused(connection, need_bytes=need_bytes, held=held, unused_before=unused_before, most=_AT_ONCE)
         if unused or need_bytes <= 0:
             return unused
+        share_bytes, first = CHECKPOINT_SHARE * self.max_bytes, next(idle_rows(connection, holds.agents()), None)
+        plan_those = partial(plan_checkpoints, connection, first, share_bytes=share_bytes)
+        if plan := plan_those(need_bytes=need_bytes, held=held, most=_AT_ONCE):
+            return plan
         plan_of = partial(plan_agents, connection, need_bytes=need_bytes, held=held, most=_AT_ONCE)
         if self._waiting is None:
             if plan := plan_of(idle_rows(connection, holds.agents())):

@@ -4,8 +4,9 @@ a lookup; writes nothing.
 On disk there are two sources: the full blocks of the prompt's own chain, whichever agent wrote them; and, where those
 end, the agent's own next piece (its tail, or a full block that the prompt leaves in the middle), as far as the tokens
 agree. The K/V of full attention may be cut anywhere, so the prefix ends where the files do. A model with window or
-recurrent layers resumes only where one of the agent's own snapshots was taken. A miss has a name. For a call of a
-session, the conversation of the session that the prompt goes on with takes the place of the agent.
+recurrent layers resumes only where one of the agent's own snapshots was taken, or at a checkpoint of the prompt's own
+chain, whichever agent wrote it. A miss has a name. For a call of a session, the conversation of the session that the
+prompt goes on with takes the place of the agent.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, Literal, Self
 
 import numpy as np
 
@@ -31,10 +32,12 @@ from stoker_worker.memory.blocks import (
     PieceKind,
     block_address,
     bytes_of,
+    checkpoint_beside,
     common_length,
     empty_layers,
     empty_states,
 )
+from stoker_worker.memory.checkpoints import checkpoint_places
 from stoker_worker.memory.database import Damaged
 from stoker_worker.memory.eviction import DiskBudget, Notes
 from stoker_worker.memory.files import is_there
@@ -86,7 +89,7 @@ class FaultyPiece:
     """A file that was needed and could not be used."""
 
     path: Path
-    kind: PieceKind
+    kind: PieceKind | Literal["checkpoint"]
     fault: Fault
 
 
@@ -106,10 +109,12 @@ class FoundOnDisk:
     Attributes:
         cache: verified. Its `layers` are set beside its `room`, too.
         faults: in the order met.
+        checkpoint: address of the block whose checkpoint it goes on from, if it does.
     """
 
     cache: SequenceCache
     faults: tuple[FaultyPiece, ...] = ()
+    checkpoint: str | None = None
 
 
 def n_readers(beside_others: bool) -> int:
@@ -195,8 +200,35 @@ class BlockLookup:
     def _piece(self, kind: PieceKind, index: int, token_ids: tuple[int, ...]) -> CachePiece:
         return CachePiece(kind, self.prompt.model, self.spec, self.prompt.parent(index), token_ids)
 
+    def n_blocks_there(self) -> int:
+        """How many of the prompt's leading full blocks have files, where the model has any."""
+        if not self.spec.full_layers:
+            return self.prompt.n_blocks
+        return sum(1 for _ in takewhile(is_there, map(self._path, range(self.prompt.n_blocks))))
+
+    def places(self) -> list["_Place"]:
+        """Where the prompt may resume, the longest prefix first: the agent's own snapshots, and checkpoints."""
+        own = [_Place(n, path) for n, path in self.own.snapshots if n <= self.own_tokens]
+        blocks = range(min(self.n_blocks_there(), self.limit // BLOCK_TOKENS))
+        beside = ((index, checkpoint_beside(self._path(index))) for index in blocks)
+        others = [
+            _Place((index + 1) * BLOCK_TOKENS, path, self.prompt.addresses[index])
+            for index, path in beside
+            if is_there(path)
+        ]
+        return sorted((*own, *others), key=lambda place: place.n_tokens, reverse=True)
+
     def _path(self, index: int) -> Path:
         return self.path_of(self.prompt.model, self.prompt.addresses[index])
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A snapshot after `n_tokens` tokens of a prompt, and its file. `block`: of a checkpoint, its block's address."""
+
+    n_tokens: int
+    path: Path
+    block: str | None = None
 
 
 def load_snapshot(path: Path, chain: BlockChain, spec: ModelCacheSpec) -> tuple[tuple[LayerState, ...], Fault | None]:
@@ -282,6 +314,7 @@ class Lookup:
         is_saved: whether the engine hands the cache back, for the turn to be saved.
         n_readers: threads that may read.
         session: of a job without an agent.
+        system_tokens: as in `CacheStorePort.restore`.
     """
 
     prompt: BlockChain
@@ -291,6 +324,7 @@ class Lookup:
     is_saved: bool
     n_readers: int
     session: str | None = None
+    system_tokens: int = 0
 
     @property
     def limit(self) -> int:
@@ -328,10 +362,25 @@ class PrefixLookup:
 
     def find(self, lookup: Lookup) -> Restored:
         """The longest verified prefix, or none and the reason."""
+        addresses, has_snapshots = lookup.prompt.addresses, bool(lookup.model.spec.snapshot_layers)
+        n_shared = self._shared.note(addresses) if lookup.agent is None or has_snapshots else 0
+        restored = self._find(lookup, n_shared)
+        if not has_snapshots:
+            return restored
+        n_there = self._parts.blocks.n_there(lookup.prompt)
+        places = checkpoint_places(
+            lookup.model.spec,
+            n_prompt=len(lookup.prompt.token_ids),
+            n_restored=restored.prefix.n_tokens if restored.prefix else 0,
+            ends=(n_there * BLOCK_TOKENS, n_shared * BLOCK_TOKENS, lookup.system_tokens),
+        )
+        return replace(restored, checkpoints_at=places)
+
+    def _find(self, lookup: Lookup, n_shared: int) -> Restored:
+        """`n_shared`: how many blocks an earlier prompt began with too."""
         addresses, agent = lookup.prompt.addresses, lookup.agent
         if agent is None:
             with self._budget.holds.using(None, addresses):
-                n_shared = self._shared.note(addresses)
                 own, other = self._blocks_of_session(lookup)
                 restored = self._from_ram(lookup, own, other) or self._from_disk(lookup, own, other)
                 # A prompt of whole blocks leaves out one token of its last block.
@@ -370,7 +419,7 @@ class PrefixLookup:
         """How many tokens of the prompt a lookup on disk may find."""
         own_tokens = common_length(own.token_ids, lookup.prompt.token_ids[: lookup.limit])
         if lookup.model.spec.snapshot_layers:
-            return max((n_tokens for n_tokens, _ in own.snapshots if n_tokens <= own_tokens), default=0)
+            return max((place.n_tokens for place in self._on_disk(lookup, own).places()), default=0)
         n_blocks = self._parts.blocks.n_there(lookup.prompt)
         return max(own_tokens, min(lookup.limit, n_blocks * BLOCK_TOKENS))
 
@@ -382,6 +431,8 @@ class PrefixLookup:
             found = self._find_on_disk(lookup, own)
         cache = found.cache
         reason = self._report(lookup, own, found, other if cache.n_tokens < lookup.limit else None)
+        if found.checkpoint is not None:
+            self._notes.resumed(found.checkpoint)
         if not cache.n_tokens:
             return Restored(None, "none", miss_reason=reason)
         if lookup.agent is not None:
@@ -389,9 +440,12 @@ class PrefixLookup:
         return Restored(replace(cache, layers=()) if cache.room else cache, "disk", miss_reason=reason)
 
     def _find_on_disk(self, lookup: Lookup, own: AgentBlocks) -> FoundOnDisk:
+        return find_prefix(self._on_disk(lookup, own))
+
+    def _on_disk(self, lookup: Lookup, own: AgentBlocks) -> BlockLookup:
         spec, path_of = lookup.model.spec, self._parts.blocks.path_of
-        return find_prefix(
-            BlockLookup(lookup.prompt, lookup.limit, spec, own, path_of, lookup.n_readers, make_room=lookup.make_room)
+        return BlockLookup(
+            lookup.prompt, lookup.limit, spec, own, path_of, lookup.n_readers, make_room=lookup.make_room
         )
 
     def _keep(self, lookup: Lookup, agent: AgentVersion, cache: SequenceCache) -> None:
@@ -448,7 +502,7 @@ class PrefixLookup:
             if faulty.fault != "missing":
                 with contextlib.suppress(OSError):
                     self._parts.files.remove(faulty.path)
-            if faulty.kind == "block":
+            if faulty.kind in ("block", "checkpoint"):
                 self._notes.block_changed(faulty.path)
             elif own.owner is not None:
                 self._notes.pieces_changed(own.owner.agent_id)
@@ -469,19 +523,20 @@ class PrefixLookup:
 
 
 def find_prefix(lookup: BlockLookup) -> FoundOnDisk:
-    """The longest prefix on disk; with window or recurrent layers it ends at the agent's last snapshot within the
+    """The longest prefix on disk; with window or recurrent layers it ends at the last snapshot or checkpoint within the
     prompt that is whole and whose K/V is there."""
     spec, prompt = lookup.spec, lookup.prompt
     if not spec.snapshot_layers:
         return lookup.run()
     faults: list[FaultyPiece] = []
     blocks: FoundOnDisk | None = None
-    for n_tokens, path in reversed(lookup.own.snapshots):
-        if n_tokens > lookup.own_tokens:
+    for place in lookup.places():
+        n_tokens = place.n_tokens
+        if blocks is not None and blocks.cache.n_tokens < n_tokens:
             continue
-        states, fault = load_snapshot(path, prompt.up_to(n_tokens), spec)
+        states, fault = load_snapshot(place.path, prompt.up_to(n_tokens), spec)
         if fault is not None:
-            faults.append(FaultyPiece(path, "snapshot", fault))
+            faults.append(FaultyPiece(place.path, "checkpoint" if place.block else "snapshot", fault))
             continue
         if blocks is None:
             none = FoundOnDisk(SequenceCache(n_tokens, ()))
@@ -489,5 +544,5 @@ def find_prefix(lookup: BlockLookup) -> FoundOnDisk:
             faults += blocks.faults
         if blocks.cache.n_tokens >= n_tokens:
             cache = replace(blocks.cache.up_to(n_tokens), snapshots=(Snapshot(n_tokens, states),))
-            return FoundOnDisk(cache, tuple(faults))
+            return FoundOnDisk(cache, tuple(faults), place.block)
     return FoundOnDisk(SequenceCache(0, ()), tuple(faults))

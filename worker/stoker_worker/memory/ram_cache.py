@@ -134,7 +134,9 @@ class RamCache:
         return entry.cache.up_to(n_tokens) if n_tokens > 0 else None
 
     def put(self, agent_id: str, entry: RamCacheEntry) -> None:
-        """Keep a cache, the same arrays, if there is room beside those of agents with work."""
+        """Keep a cache, the same arrays, if there is room beside those of agents with work. Its checkpoints are on disk
+        only, because prompts of any agent use them."""
+        entry = replace(entry, cache=replace(entry.cache, checkpoints=()))
         with self._lock:
             self._drop(agent_id)
             others = (name for name in self._entries if name not in self._running and name not in self._waiting)

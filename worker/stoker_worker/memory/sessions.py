@@ -23,7 +23,7 @@ from stoker_worker.memory.database import Connection, Damaged
 from stoker_worker.memory.eviction import DiskBudget
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.transcripts import AgentRow
-from stoker_worker.memory.turn_saver import LOG_BYTES, all_sizes, is_full, own_pieces
+from stoker_worker.memory.turn_saver import LOG_BYTES, enter_saved, is_full, own_pieces
 from stoker_worker.ports import LoadedModel, SequenceCache
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 
@@ -173,21 +173,20 @@ class SessionCaches:
             row = transcripts.write_session(
                 connection, name, version, prompt_tokens=prompt_tokens, cached_tokens=len(chain.token_ids), now=now
             )
-            if spec.full_layers:  # else there are no blocks
-                cache_index.add_blocks(connection, chain, all_sizes(connection, self._blocks, chain, sizes), now=now)
-                cache_index.use_chain(connection, row.number, chain, now=now)
+            enter_saved(connection, self._blocks, chain, saved, spec, now=now)
+            cache_index.use_chain(connection, row.number, chain, now=now)
             cache_index.set_piece_bytes(connection, row.number, piece_bytes)
             cache_index.note_model(connection, model.fingerprint, spec.describe())
 
         try:
-            sizes = self._blocks.save(chain, cache, spec)
+            saved = self._blocks.save(chain, cache, spec)
             piece_bytes = self._pieces.write(pieces)
             self._database.commit(change)
         except (OSError, Damaged):
             self._pieces.remove(pieces)
             raise
         self._pieces.keep_only(pieces, name, version)
-        return sum(sizes.values()) + piece_bytes + LOG_BYTES
+        return saved.n_bytes + piece_bytes + LOG_BYTES
 
     def _take(self, session: str, chain: BlockChain) -> tuple[str, int]:
         """The row that nobody else writes until it is in `_saving` no more, and its next version: that of the

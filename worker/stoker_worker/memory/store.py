@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from stoker_shared.agents import AgentForgotten, AgentInfo, AgentRequest, AgentResult, read_agent_result
 from stoker_shared.errors import AgentExists, AgentTranscriptUnreadable, AgentVersionConflict, VersionTaken
-from stoker_worker.memory import cache_index, transcripts
+from stoker_worker.memory import transcripts
 from stoker_worker.memory.agent_changes import Asked, close_number, forget_agent, fork_agent, look, naming, roll_back
 from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.memory.database import Connection, Damaged, DatabaseFailed, connect, read_note
@@ -38,7 +38,7 @@ from stoker_worker.memory.replica.shared_replica import SharedReplica
 from stoker_worker.memory.sessions import SessionCaches
 from stoker_worker.memory.store_parts import open_parts
 from stoker_worker.memory.summary import AgentSummary, versions_of
-from stoker_worker.memory.turn_saver import LOG_BYTES, TurnSaver
+from stoker_worker.memory.turn_saver import LOG_BYTES, TurnSaver, enter_saved
 from stoker_worker.memory.unsaved import UnsavedTurns
 from stoker_worker.memory.upkeep import Upkeep
 from stoker_worker.ports import (
@@ -203,8 +203,9 @@ class AgentCacheStore(CacheStorePort):
         max_tokens: int = 0,
         is_saved: bool = True,
         beside_others: bool = False,
+        system_tokens: int = 0,
     ) -> Restored:
-        if not model.has_memory or (agent is None and session is None and model.spec.snapshot_layers):
+        if not model.has_memory:
             return Restored(None, "none")
         prompt = BlockChain(model.fingerprint, salt, tuple(prompt_ids))
         is_elsewhere = agent is not None and agent.cache is not None and agent.agent_id not in self.ram_cache
@@ -212,7 +213,7 @@ class AgentCacheStore(CacheStorePort):
             self._behind.caches.bring(agent, prompt)
         with self._read_ahead.giving_way(agent.agent_id if agent else None):
             return self._prefixes.find(
-                Lookup(prompt, agent, model, max_tokens, is_saved, n_readers(beside_others), session)
+                Lookup(prompt, agent, model, max_tokens, is_saved, n_readers(beside_others), session, system_tokens)
             )
 
     def save(self, turn: Turn) -> Mapping[str, Any]:
@@ -276,12 +277,14 @@ class AgentCacheStore(CacheStorePort):
         chain = BlockChain(model.fingerprint, salt, token_ids)
         try:
             with self._database.expecting(), self.budget.holds.using(None, chain.addresses):
-                sizes = self._blocks.save(chain, cache, model.spec)
-                self._database.commit(partial(cache_index.add_blocks, chain=chain, sizes=sizes, now=time.time()))
+                known = replace(cache, checkpoints=tuple(x for x in cache.checkpoints if x.n_tokens <= len(token_ids)))
+                saved = self._blocks.save(chain, known, model.spec)
+                enter = partial(enter_saved, blocks=self._blocks, chain=chain, saved=saved, spec=model.spec)
+                self._database.commit(partial(enter, now=time.time()))
         except (OSError, Damaged) as error:
             self.budget.not_saved(chain.paths(self._blocks.path_of))
             raise DatabaseFailed(str(error)) from error
-        self.budget.saved(None, sum(sizes.values()) + LOG_BYTES)
+        self.budget.saved(None, saved.n_bytes + LOG_BYTES)
 
     def save_session(
         self,

@@ -6,7 +6,7 @@ Where its cache cannot be written, the turn is saved without. On a full disk idl
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from errno import EDQUOT, ENOSPC
@@ -23,6 +23,7 @@ from stoker_worker.memory.blocks import (
     BlockFolder,
     CachePiece,
     Pieces,
+    SavedBlocks,
     common_length,
     fits,
     state_fits,
@@ -157,7 +158,11 @@ def _check(turn: Turn, cache: SequenceCache) -> None:
     counts = [snapshot.n_tokens for snapshot in cache.snapshots]
     if not are_snapshots(counts, cache.n_tokens) or (counts and not spec.snapshot_layers):
         raise ValueError(f"snapshots after {counts} tokens of {cache.n_tokens}: at most {MOST_SNAPSHOTS}, in order")
-    if not all(state_fits(spec, snapshot.states, snapshot.n_tokens) for snapshot in cache.snapshots):
+    places = [checkpoint.n_tokens for checkpoint in cache.checkpoints]
+    if any(n % BLOCK_TOKENS or not 0 < n <= cache.n_tokens for n in places) or (places and not spec.snapshot_layers):
+        raise ValueError(f"checkpoints after {places} tokens of {cache.n_tokens}: only at the ends of blocks")
+    taken = (*cache.snapshots, *cache.checkpoints)
+    if not all(state_fits(spec, snapshot.states, snapshot.n_tokens) for snapshot in taken):
         raise ValueError("the snapshot's arrays do not have the shapes and dtypes of the model's cache spec")
 
 
@@ -222,7 +227,7 @@ class TurnSaver:
 
     def _save(self, turn: Turn, chain: BlockChain | None) -> int:
         """`chain`: of the tokens that are cached. Raises as `save`, and `CacheNotWritten`."""
-        sizes: dict[int, int] = {}
+        saved = SavedBlocks({}, {})
         pieces: Pieces = {}
         if turn.cache is not None and chain is not None:
             pieces = own_pieces(chain, turn.cache, turn.model.spec, self._pieces.paths(turn.agent_id, turn.version))
@@ -231,11 +236,11 @@ class TurnSaver:
                 check_base(turn.base, transcripts.find_agent(connection, turn.agent_id))
         try:
             if turn.cache is not None and chain is not None:
-                sizes = self._blocks.save(chain, turn.cache, turn.model.spec)
+                saved = self._blocks.save(chain, turn.cache, turn.model.spec)
             piece_bytes = self._pieces.write(pieces)
         except OSError as error:
             raise CacheNotWritten(error) from error
-        written = _Written(turn, chain, record_of(turn, chain), json.dumps(turn.result), sizes, piece_bytes)
+        written = _Written(turn, chain, record_of(turn, chain), json.dumps(turn.result), saved, piece_bytes)
         try:
             self._parts.commit_next(written.next_version(), partial(self._commit, written=written))
         except Exception:
@@ -243,7 +248,7 @@ class TurnSaver:
             raise
         self._known_models.add(turn.model.fingerprint)
         self._pieces.keep_only(pieces, turn.agent_id, turn.version)
-        return sum(sizes.values()) + piece_bytes + LOG_BYTES + _ROW_BYTES * len(written.record.new_tokens)
+        return saved.n_bytes + piece_bytes + LOG_BYTES + _ROW_BYTES * len(written.record.new_tokens)
 
     def _commit(self, connection: Connection, written: "_Written") -> None:
         turn, chain, record = written.turn, written.chain, written.record
@@ -253,12 +258,8 @@ class TurnSaver:
         row = transcripts.write_version(
             connection, row, record, keep_versions=self._keep_versions, piece_bytes=written.piece_bytes
         )
-        if not turn.model.spec.full_layers:
-            chain = None  # it has no blocks
         if chain is not None:
-            cache_index.add_blocks(
-                connection, chain, all_sizes(connection, self._blocks, chain, written.sizes), now=now
-            )
+            enter_saved(connection, self._blocks, chain, written.saved, turn.model.spec, now=now)
         if row.last_block is not None or (chain is not None and chain.n_blocks):
             cache_index.use_chain(connection, row.number, chain, now=now)
         assert record.delivery is not None  # a job made it
@@ -275,21 +276,31 @@ class TurnSaver:
         n_bytes = LOG_BYTES + _ROW_BYTES * len(turn.transcript.token_ids)
         if cache is None or chain is None:
             return n_bytes
-        snapshots = sum(spec.snapshot_bytes(snapshot.n_tokens) for snapshot in cache.snapshots)
+        taken = (*cache.snapshots, *cache.checkpoints)
+        snapshots = sum(spec.snapshot_bytes(snapshot.n_tokens) for snapshot in taken)
         n_new = cache.n_tokens - BLOCK_TOKENS * self._blocks.n_there(chain)
         return n_bytes + n_new * spec.bytes_per_token + snapshots
 
 
-def all_sizes(
-    connection: Connection, blocks: BlockFolder, chain: BlockChain, sizes: Mapping[int, int]
-) -> dict[int, int]:
-    """With the blocks before them that are on disk and not in the index: a crash came before their transaction."""
-    first = min(sizes, default=chain.n_blocks)
+def enter_saved(
+    connection: Connection,
+    blocks: BlockFolder,
+    chain: BlockChain,
+    saved: SavedBlocks,
+    spec: ModelCacheSpec,
+    *,
+    now: float,
+) -> None:
+    """Enter saved blocks and checkpoints; and blocks before them that are on disk and not in the index, because a crash
+    came before their transaction."""
+    first = min(saved.blocks, default=chain.n_blocks)
     found = dict.fromkeys(range(cache_index.n_known(connection, chain, first), first), 0)
-    for n in found:
+    for n in found if spec.full_layers else ():
         with suppress(OSError):
             found[n] = allocated_bytes(blocks.path_of(chain.model, chain.addresses[n]))
-    return {n: n_bytes for n, n_bytes in found.items() if n_bytes} | dict(sizes)
+    sizes = {n: n_bytes for n, n_bytes in found.items() if n_bytes or not spec.full_layers}
+    cache_index.add_blocks(connection, chain, sizes | dict(saved.blocks), now=now)
+    cache_index.add_checkpoints(connection, chain, saved.checkpoints, now=now)
 
 
 @dataclass(frozen=True)
@@ -299,7 +310,7 @@ class _Written:
     Attributes:
         chain: of the tokens that are cached.
         result: the job's, as JSON.
-        sizes: allocated bytes of blocks, by their index in `chain`.
+        saved: blocks of `chain`, and checkpoints.
         piece_bytes: allocated bytes of the tail and the snapshots.
     """
 
@@ -307,7 +318,7 @@ class _Written:
     chain: BlockChain | None
     record: TurnRecord
     result: str
-    sizes: Mapping[int, int]
+    saved: SavedBlocks
     piece_bytes: int
 
     def next_version(self) -> NextVersion:

@@ -20,6 +20,7 @@ from typing import Final
 from stoker_shared.errors import AgentBusy, StokerError
 from stoker_worker.memory import cache_index, transcripts
 from stoker_worker.memory.agent_changes import forget_unused
+from stoker_worker.memory.blocks import checkpoint_beside
 from stoker_worker.memory.database import Connection, Damaged, DatabaseFailed, key_of
 from stoker_worker.memory.eviction import DiskBudget, Notes
 from stoker_worker.memory.locks import working_on
@@ -32,7 +33,7 @@ from stoker_worker.periodic import Periodic
 YOUNG_S: Final = 600.0
 """A worker may just be saving a file that is younger."""
 
-_BLOCK: Final = re.compile(r"([0-9a-f]{64})\.safetensors")
+_BLOCK: Final = re.compile(r"([0-9a-f]{64})(?:-checkpoint)?\.safetensors")
 _PIECE: Final = re.compile(r"([0-9a-f]{32})-([1-9][0-9]{0,15})-(?:tail|snapshot-[0-9])\.safetensors")
 
 
@@ -268,9 +269,10 @@ class Upkeep:
                 return
             last = rows[-1].address
             for row in rows:
-                name = f"{row.address}.safetensors"
-                if row.model == folder.parent.name and sizes.get(name) != row.n_bytes:
-                    self._notes.block_changed(folder / name)
+                path = folder / f"{row.address}.safetensors"
+                found = sizes.get(path.name, 0), sizes.get(checkpoint_beside(path).name, 0)
+                if row.model == folder.parent.name and found != (row.n_bytes, row.checkpoint_bytes):
+                    self._notes.block_changed(path)
             yield
 
     def _check_pieces(self, folder: Path, sizes: Mapping[str, int]) -> Iterator[None]:

@@ -38,9 +38,9 @@ def works_of(job: Job) -> Iterable[GenerationWork]:
     Only the first one restores memory and saves blocks. The others take the prompt's cache over from it in the batch,
     also if the job shares with no other job.
     """
-    request, ids = job.request, job.prompt.ids
+    request, ids, places = job.request, job.prompt.ids, job.restored.checkpoints_at
     if request.n == 1:
-        yield GenerationWork(request, ids, job.restored.prefix, job.is_saved, job.shares, job.guide)
+        yield GenerationWork(request, ids, job.restored.prefix, job.is_saved, job.shares, job.guide, places)
         return
     shares = job.shares or ("job", str(job.claimed.claim_number))
     for number in range(request.n):
@@ -48,7 +48,7 @@ def works_of(job: Job) -> Iterable[GenerationWork]:
         seed = None if request.seed is None else request.seed + number
         if number == 0:
             own = request.model_copy(update={"seed": seed})
-            yield GenerationWork(own, ids, job.restored.prefix, job.is_saved, shares, job.guide)
+            yield GenerationWork(own, ids, job.restored.prefix, job.is_saved, shares, job.guide, places)
         else:  # the prompt is scored once
             own = request.model_copy(update={"seed": seed, "prompt_logprobs": None, "prompt_logprobs_start": 0})
             guide = job.guide.fork() if job.guide else None

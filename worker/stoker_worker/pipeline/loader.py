@@ -25,7 +25,7 @@ from stoker_shared.wire import MAX_ATTEMPTS
 from stoker_worker.pipeline.engine_thread import EngineThread
 from stoker_worker.pipeline.finisher import Finisher
 from stoker_worker.pipeline.job import AgentChange, Failed, Finished, Job, Replayed, RunsAgain, cut_short
-from stoker_worker.pipeline.prompt import build_prompt, check_expectations, fitted, reusable_ids
+from stoker_worker.pipeline.prompt import SystemPrompts, build_prompt, check_expectations, fitted, reusable_ids
 from stoker_worker.ports import (
     NOT_COUNTED,
     AgentVersion,
@@ -71,6 +71,7 @@ class Loader(threading.Thread):
         self._share_prefixes = share_prefixes
         self._metrics = metrics
         self._defaults = defaults
+        self._systems = SystemPrompts()
         self._claimed: SimpleQueue[Job | None] = SimpleQueue()
 
     def put(self, job: Job) -> None:
@@ -160,22 +161,27 @@ class Loader(threading.Thread):
         has_own = agent is not None or request.session is not None
         if request.cache != "off" and model.has_memory and (has_own or self._share_prefixes):
             job.shares = (job.salt,)
-            reusable = reusable_ids(request, job.prompt)
-            began = time.perf_counter()
-            job.restored = self._store.restore(
-                reusable,
-                agent=agent,
-                model=model,
-                salt=job.salt,
-                session=request.session,
-                max_tokens=len(job.prompt.ids) - len(reusable) + request.max_tokens,
-                is_saved=request.cache == "readwrite",
-                beside_others=self._engine.is_busy(),
-            )
-            self._metrics.restored(time.perf_counter() - began, job.restored.source)
+            self._restore(job, model, tokenizer)
         # A job without agent and session saves only a beginning that it shares with another and that is not saved yet.
         job.is_saved = request.cache == "readwrite" and (has_own or job.restored.to_share > 0)
         return None
+
+    def _restore(self, job: Job, model: LoadedModel, tokenizer: TokenizerPort) -> None:
+        request, reusable = job.request, reusable_ids(job.request, job.prompt)
+        n_system = self._systems.n_tokens(request, job.prompt, tokenizer) if model.spec.snapshot_layers else 0
+        began = time.perf_counter()
+        job.restored = self._store.restore(
+            reusable,
+            agent=job.agent,
+            model=model,
+            salt=job.salt,
+            session=request.session,
+            max_tokens=len(job.prompt.ids) - len(reusable) + request.max_tokens,
+            is_saved=request.cache == "readwrite",
+            beside_others=self._engine.is_busy(),
+            system_tokens=n_system,
+        )
+        self._metrics.restored(time.perf_counter() - began, job.restored.source)
 
     def _salt(self, request: GenerationRequest) -> str | None:
         if self._share_prefixes:

@@ -4,8 +4,11 @@
 encoded again, because encode(decode(ids)) is often not ids.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import Final
 
 from stoker_shared.answer_parts import Markers
 from stoker_shared.errors import (
@@ -21,6 +24,9 @@ from stoker_shared.message import Message
 from stoker_shared.request import GenerationRequest
 from stoker_worker.ports import AgentVersion, CompletedGeneration, LoadedModel, TokenizerPort, Transcript
 from stoker_worker.ports.memory import OwnMessage, continues
+
+_SYSTEM_ROLES: Final = ("system", "developer")
+_MOST_SYSTEM_PROMPTS: Final = 16
 
 
 class Rendering:
@@ -154,6 +160,33 @@ def reusable_ids(request: GenerationRequest, prompt: Prompt) -> tuple[int, ...]:
     """The part of the prompt that may come from a cache, except for its last token: the whole prompt, or what is before
     the first token that is to be scored."""
     return prompt.ids if request.prompt_logprobs is None else prompt.ids[: request.prompt_logprobs_start]
+
+
+class SystemPrompts:
+    """How many tokens of prompts are their system prompt and tools, by the template. Remembers the last few, because
+    many agents have the same. One thread."""
+
+    def __init__(self) -> None:
+        self._ids: OrderedDict[str, tuple[int, ...]] = OrderedDict()
+
+    def n_tokens(self, request: GenerationRequest, prompt: Prompt, tokenizer: TokenizerPort) -> int:
+        """0 if the prompt has none, or if it cannot be told."""
+        first = tuple(takewhile(lambda message: message.role in _SYSTEM_ROLES, prompt.messages or ()))
+        if prompt.messages is None or not (first or request.offered_tools):
+            return 0
+        opening = (*first, Message(role="user", content=""))
+        try:
+            rendered = Rendering(request, tokenizer).text(opening, is_to_be_answered=False)
+        except TemplateError:
+            return 0
+        if rendered not in self._ids:
+            self._ids[rendered] = tuple(tokenizer.encode_rendered(rendered))
+        self._ids.move_to_end(rendered)
+        if len(self._ids) > _MOST_SYSTEM_PROMPTS:
+            self._ids.popitem(last=False)
+        return sum(
+            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self._ids[rendered], prompt.ids, strict=False))
+        )
 
 
 def check_expectations(request: GenerationRequest, agent: AgentVersion) -> None:

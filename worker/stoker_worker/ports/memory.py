@@ -157,12 +157,14 @@ class Restored:
     Attributes:
         to_share: for a job without an agent: how many tokens, in full blocks, its prompt begins with that the prompt of
             another such job began with too, if not all of them are on disk; else 0.
+        checkpoints_at: as in `GenerationWork`.
     """
 
     prefix: SequenceCache | None
     source: Literal["memory", "disk", "none"]
     miss_reason: str | None = None
     to_share: int = 0
+    checkpoints_at: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -249,6 +251,7 @@ class CacheStorePort(Protocol):
         max_tokens: int = 0,
         is_saved: bool = True,
         beside_others: bool = False,
+        system_tokens: int = 0,
     ) -> Restored:
         """The longest verified cached prefix of `prompt_ids`, at most all but its last token. Damaged, missing and
         foreign files are a miss with a reason, never an error.
@@ -260,6 +263,7 @@ class CacheStorePort(Protocol):
             max_tokens: most tokens that come after `prompt_ids`.
             is_saved: whether the agent's turn is to be saved, so that the engine hands its cache back.
             beside_others: whether other sequences are running: they keep half of the cores.
+            system_tokens: how many of `prompt_ids` are the system prompt and the tools, as far as that is known.
         """
         ...
 
@@ -296,8 +300,8 @@ class CacheStorePort(Protocol):
     def save_blocks(
         self, token_ids: tuple[int, ...], cache: SequenceCache, *, model: LoadedModel, salt: str | None
     ) -> None:
-        """Save the full blocks of `token_ids` for other prompts that begin with these tokens. No agent owns them: they
-        are the first to be evicted.
+        """Save the full blocks of `token_ids` and their checkpoints, for other prompts that begin with these tokens. No
+        agent owns the blocks: they are the first to be evicted.
 
         Raises:
             OSError: they could not be written.

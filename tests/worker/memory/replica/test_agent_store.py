@@ -27,7 +27,7 @@ from tests.worker.memory.replica.sharing import BOTH, Machine, Share, SharedAgen
 
 from stoker_shared.agents import AgentResult, build_agent_request
 from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict, SharedStoreAway, VersionTaken
-from stoker_worker.memory import transcripts
+from stoker_worker.memory import cache_index, transcripts
 from stoker_worker.memory.replica.shared_replica import opened_with_shared
 from stoker_worker.memory.replica.versions import EMPTIED, versions_folder
 from stoker_worker.ports import Delivery, LastVersion
@@ -70,6 +70,25 @@ def test_a_conversation_goes_on_where_its_machine_is_gone(machine: Start, kind: 
     assert cached(agent, LONG[:910]) == 910  # `restore` compares each byte
     assert second.store.answer("agent", turns[-1].delivery) == turns[-1].result
     assert agent.say(LONG[:1000]) == 4
+    assert not problems_of(second.store)
+
+
+@BOTH
+@pytest.mark.parametrize("kind", SNAPSHOT_SPECS)
+def test_an_edited_conversation_goes_on_from_a_checkpoint_of_another_machine(
+    machine: Start, share: Share, kind: str
+) -> None:
+    first = machine("first")
+    agent = first.agent(model=MODELS[kind])
+    agent.say(ids(3200))
+    first.write_behind()
+    assert len(list(share.objects.rglob("*-checkpoint.*"))) == 3
+    second = machine("second")
+    agent = second.agent(model=MODELS[kind])
+    assert cached(agent, ids(3200)[:2900]) == 2048
+    (brought,) = second.store.parts.path.rglob("*-checkpoint.*")
+    with second.store.parts.database.snapshot() as connection:
+        assert cache_index.checkpoint_bytes(connection) == brought.stat().st_blocks * 512
     assert not problems_of(second.store)
 
 

@@ -16,6 +16,7 @@ from stoker_worker.memory.blocks import (
     BlockFolder,
     PieceFolder,
     block_address,
+    checkpoint_beside,
     is_intact,
     read_metadata,
 )
@@ -24,7 +25,7 @@ from stoker_worker.memory.files import allocated_bytes
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.turn_saver import chain_of
 from stoker_worker.ports import AgentVersion, CachedPrefix, Transcript
-from stoker_worker.ports.cache_spec import BLOCK_TOKENS
+from stoker_worker.ports.cache_spec import BLOCK_TOKENS, LayerKind
 
 PIECE_NAMES: Final = ("tail.safetensors", *(f"snapshot-{index}.safetensors" for index in range(MOST_SNAPSHOTS)))
 """The names of a version's own files, without its number; in the order of `PieceFolder.paths`."""
@@ -90,6 +91,16 @@ def check_block(path: Path, model: str, address: str) -> str:
     return str(metadata["parent"])
 
 
+def check_checkpoint(path: Path, model: str, address: str) -> None:
+    """True if the file is the checkpoint of the block of this address, as `check_block`. Raises the same."""
+    metadata = read_intact(path)
+    expected = {"kind": "snapshot", "parent": address, "token_ids": ""}
+    if {field: metadata.get(field) for field in expected} != expected:
+        raise Damaged("is not the checkpoint of its name")
+    if not str(metadata.get("model")).startswith(model):
+        raise Damaged("is another model's")
+
+
 def read_intact(path: Path) -> dict[str, Any]:
     """The metadata of a whole cache file.
 
@@ -142,14 +153,21 @@ def recount(connection: Connection, blocks: BlockFolder, pieces: PieceFolder, *,
 
 
 def enter_blocks(connection: Connection, chain: BlockChain, blocks: BlockFolder, *, now: float) -> None:
-    """Enter the blocks of `chain` that are on disk and not in the index, up to the first one that is missing."""
+    """Enter the blocks of `chain` that are on disk and not in the index, up to the first one that is missing; and their
+    checkpoints."""
+    layout = cache_index.read_model(connection, chain.model)
+    have_files = layout is None or LayerKind.FULL in layout
     sizes: dict[int, int] = {}
+    checkpoints: dict[int, int] = {}
     for index, path in enumerate(chain.paths(blocks.path_of)):
         if not cache_index.has_block(connection, chain.addresses[index]):
-            if not (n_bytes := allocated_bytes(path)):
+            if not (n_bytes := allocated_bytes(path)) and have_files:
                 break
             sizes[index] = n_bytes
+        if n_bytes := allocated_bytes(checkpoint_beside(path)):
+            checkpoints[index] = n_bytes
     cache_index.add_blocks(connection, chain, sizes, now=now)
+    cache_index.add_checkpoints(connection, chain, checkpoints, now=now)
 
 
 def _remove_others(pieces: PieceFolder, own: list[Path], transcript: Transcript, cache: CachedPrefix | None) -> None:

@@ -21,7 +21,8 @@ _UNUSED: Final = (
     "WITH RECURSIVE kept (address) AS (SELECT last_block FROM agents WHERE last_block IS NOT NULL"
     " UNION SELECT address FROM blocks WHERE unused_since > ?"
     " UNION SELECT parent FROM blocks JOIN kept USING (address))"
-    " SELECT lower(hex(address)), model, CAST(n_bytes AS INTEGER) FROM blocks WHERE address NOT IN kept"
+    " SELECT lower(hex(address)), model, CAST(n_bytes + checkpoint_bytes AS INTEGER) FROM blocks"
+    " WHERE address NOT IN kept"
 )
 """The blocks that no agent uses and no young block needs."""
 
@@ -58,7 +59,8 @@ def collect(parts: StoreParts, *, dry_run: bool = False) -> Collected:
         for start in range(0, len(blocks), _AT_ONCE):
             some = blocks[start : start + _AT_ONCE]
             for address, model, _ in some:
-                parts.files.remove(parts.blocks.path_of(model, address))
+                for path in parts.blocks.both(model, address):
+                    parts.files.remove(path)
             parts.database.commit(partial(_remove_rows, addresses=[address for address, *_ in some]))
     orphans: dict[Path, int] = {}
     for folder in cache_folders(parts):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from stoker_worker.memory import transcripts
-from stoker_worker.memory.admin.cache_files import check_block, check_piece, read_intact
+from stoker_worker.memory.admin.cache_files import check_block, check_checkpoint, check_piece, read_intact
 from stoker_worker.memory.cache_index import COUNTED_BYTES
 from stoker_worker.memory.database import Connection, Damaged
 from stoker_worker.memory.store_parts import StoreParts
@@ -24,7 +24,7 @@ Snapshot = Callable[[], AbstractContextManager[Connection]]
 
 _AT_ONCE: Final = 100
 """Agents or answers in one look at the database: during a long one, the worker's WAL only grows."""
-_BLOCK: Final = re.compile(r"([0-9a-f]{1,16})/([0-9a-f]{2})/(\2[0-9a-f]{62})\.safetensors")
+_BLOCK: Final = re.compile(r"([0-9a-f]{1,16})/([0-9a-f]{2})/(\2[0-9a-f]{62})(-checkpoint)?\.safetensors")
 _PIECE: Final = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{30})-([1-9]\d{0,15})-(?:tail|snapshot-(\d))\.safetensors")
 _NO_AGENT: Final = "NOT EXISTS (SELECT 1 FROM agents WHERE number = agent)"
 _LOST: Final = {
@@ -149,6 +149,9 @@ def _files(parts: StoreParts, folder: Path, check: Callable[[StoreParts, Path, s
 def _check_block(parts: StoreParts, path: Path, name: str) -> None:
     if (match := _BLOCK.fullmatch(name)) is None:
         raise Damaged("has no name of a block")
+    if match[4]:
+        check_checkpoint(path, match[1], match[3])
+        return
     parent = check_block(path, match[1], match[3])
     with parts.database.snapshot() as connection:
         sql = "SELECT lower(hex(parent)), model FROM blocks WHERE address = ?"

@@ -21,8 +21,8 @@ from typing import Final
 
 from stoker_shared.errors import StokerError
 from stoker_worker.memory import cache_index, transcripts
-from stoker_worker.memory.admin.cache_files import PIECE_NAMES, enter_blocks, files_of
-from stoker_worker.memory.blocks import BlockChain, common_length
+from stoker_worker.memory.admin.cache_files import PIECE_NAMES, check_checkpoint, enter_blocks, files_of
+from stoker_worker.memory.blocks import BlockChain, block_beside, checkpoint_beside, common_length
 from stoker_worker.memory.database import Connection, Damaged, key_of
 from stoker_worker.memory.eviction import DiskBudget
 from stoker_worker.memory.files import allocated_bytes, is_there
@@ -41,7 +41,7 @@ BLOCKS: Final = "blocks"
 PIECES: Final = "pieces"
 
 _CACHE_FILE: Final = re.compile(
-    r"(?:blocks/[0-9a-f]{1,16}/([0-9a-f]{2})/\1[0-9a-f]{62}"
+    r"(?:blocks/[0-9a-f]{1,16}/([0-9a-f]{2})/\1[0-9a-f]{62}(?:-checkpoint)?"
     r"|pieces/([0-9a-f]{2})/\2[0-9a-f]{30}-[1-9][0-9]{0,15}-(?:tail|snapshot-[0-9]))\.safetensors"
 )
 
@@ -120,6 +120,7 @@ class SharedCaches:
         if version.transcript is None:
             return 0
         blocks, pieces = self._files(version)
+        blocks |= {path: check for path, check in self._checkpoints(version).items() if is_there(path)}
         names, key = [], key_of(agent_id).hex()
         before = _listed(self._bucket, agent_id)
         listed = {self._name_of(path) for path in blocks}.intersection(before)
@@ -148,7 +149,7 @@ class SharedCaches:
             if not missing:
                 return
             with (
-                self._budget.holds.using(version.agent_id, [path.stem for path in missing]),
+                self._budget.holds.using(version.agent_id, [block_beside(path).stem for path in missing]),
                 ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shared-store") as threads,
             ):
                 n_bytes = sum(threads.map(bring_one, missing, missing.values()))
@@ -175,15 +176,43 @@ class SharedCaches:
             return {}
         n_tokens = common_length(transcript.token_ids[: cache.tokens], prompt.token_ids)
         blocks = dict(islice(blocks.items(), -(-n_tokens // BLOCK_TOKENS)))
+        blocks |= self._wanted_checkpoint(version, min(n_tokens, len(prompt.token_ids) - 1))
         has_all_blocks = n_tokens // BLOCK_TOKENS == cache.tokens // BLOCK_TOKENS
         return blocks | pieces if cache.snapshots or has_all_blocks else blocks
+
+    def _wanted_checkpoint(self, version: AgentVersion, n_tokens: int) -> _Checks:
+        """The last checkpoint within the version's first `n_tokens` tokens, unless it has a snapshot as late."""
+        own = version.cache.snapshots if version.cache else ()
+        least = max((n for n in own if n <= n_tokens), default=0) // BLOCK_TOKENS
+        within = list(self._checkpoints(version).items())[least : n_tokens // BLOCK_TOKENS]
+        if not within or is_there(within[-1][0]):
+            return {}
+        listed = set(_listed(self._bucket, version.agent_id))
+        return dict([one for one in within if self._name_of(one[0]) in listed][-1:])
+
+    def _checkpoints(self, version: AgentVersion) -> _Checks:
+        """The places of all checkpoints that its cache may have, in the order of the chain."""
+        if version.cache is None or version.transcript is None:
+            return {}
+        layout = self._layout(version.cache.model)
+        if layout is None or not any(kind in layout for kind in (LayerKind.WINDOW, LayerKind.RECURRENT)):
+            return {}
+        chain = chain_of(version.cache, version.transcript.token_ids)
+        paths = zip(chain.addresses, chain.paths(self._parts.blocks.path_of), strict=True)
+        return {
+            checkpoint_beside(path): partial(check_checkpoint, model=chain.model, address=address)
+            for address, path in paths
+        }
+
+    def _layout(self, model: str) -> str | None:
+        with self._parts.database.snapshot() as connection:
+            return cache_index.read_model(connection, model)
 
     def _files(self, version: AgentVersion) -> tuple[_Checks, _Checks]:
         """The blocks and the pieces of its cache, by their places here."""
         if version.cache is None or version.transcript is None:
             return {}, {}
-        with self._parts.database.snapshot() as connection:
-            layout = cache_index.read_model(connection, version.cache.model)
+        layout = self._layout(version.cache.model)
         has_blocks = layout is None or LayerKind.FULL in layout
         has_tail = has_blocks and version.cache.tokens % BLOCK_TOKENS != 0
         files = files_of(self._parts, version)

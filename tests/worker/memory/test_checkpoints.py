@@ -1,0 +1,222 @@
+"""Checkpoints: models with window or recurrent layers resume at the ends of blocks, whoever computed them."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.worker.memory.agents import (
+    HYBRID,
+    SNAPSHOT_SPECS,
+    Agent,
+    FastDisk,
+    call_of_session,
+    disk_bytes,
+    files_below,
+    ids,
+    make_model,
+    open_store,
+    problems_of,
+    sequence_cache,
+)
+from tests.worker.memory.test_damage import DAMAGES
+
+from stoker_shared.agents import AgentRequest
+from stoker_worker.memory.admin.backup import back_up, restore
+from stoker_worker.memory.checkpoints import LEAST_APART, MOST_REGULAR, checkpoint_places
+from stoker_worker.memory.eviction import CHECKPOINT_SHARE
+from stoker_worker.memory.store import AgentCacheStore
+from stoker_worker.ports import Delivery
+from stoker_worker.ports.cache_spec import ArraySpec, LayerKind, LayerSpec, ModelCacheSpec
+
+SYSTEM = ids(600, seed=100)
+N = 512
+"""Tokens of it in full blocks."""
+
+
+def prompt(seed: int, n_tokens: int = 100) -> tuple[int, ...]:
+    return (*SYSTEM, *ids(n_tokens, seed=seed))
+
+
+Team = Callable[..., Agent]
+
+
+@pytest.fixture(params=SNAPSHOT_SPECS)
+def team(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Team]:
+    """Agents of one store, for each kind of model."""
+    model = make_model(request.param, spec=SNAPSHOT_SPECS[request.param])
+    with closing(open_store(tmp_path)) as store:
+        yield lambda name, **about: Agent(store, name, **{"model": model, **about})
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*-checkpoint.*"))
+
+
+def ticks(store: AgentCacheStore) -> None:
+    store._notes.write()
+
+
+def left_by(agent: Agent, prompt: tuple[int, ...]) -> list[int]:
+    """Take a turn; returns the tokens after which it has left checkpoints."""
+    turn = agent.turn(prompt)
+    agent.store.save(turn)
+    assert turn.cache is not None
+    return [one.n_tokens for one in turn.cache.checkpoints]
+
+
+def test_the_second_agent_goes_on_where_the_first_ones_system_prompt_ended(team: Team, tmp_path: Path) -> None:
+    team("first", system_tokens=600).say(prompt(1))
+    assert len(checkpoint_files(tmp_path)) == 1
+    assert team("second", system_tokens=600).cached(prompt(2)) == N
+    assert team("other", salt="theirs").cached(prompt(2)) == 0
+    assert problems_of(team("x").store) == []
+
+
+def test_the_third_agent_goes_on_where_the_first_two_parted(team: Team, tmp_path: Path) -> None:
+    assert left_by(team("first"), prompt(1)) == []
+    assert left_by(team("second"), prompt(2)) == [N]
+    third = team("third").restore(prompt(3))
+    assert third.prefix is not None
+    assert (third.prefix.n_tokens, third.source, third.miss_reason) == (N, "disk", None)
+    assert left_by(team("third"), prompt(3)) == []
+    assert team("third").cached((*prompt(3), 1, 2)) == 700  # its own snapshot is later
+    assert len(checkpoint_files(tmp_path)) == 1
+
+
+def test_an_edited_conversation_goes_on_from_the_last_checkpoint_before_the_edit(team: Team) -> None:
+    agent, said = team("a"), ids(4 * 1024 + 10)
+    agent.say(said)
+    edited = (*said[:2500], 7, *said[2501:])
+    assert left_by(agent, edited) == [2304, 3072, 4096]
+    assert agent.cached((*said[:2500], 8, *said[2501:])) == 2304
+    other = Agent(agent.store, "b", agent.model)
+    assert other.cached(said) == 4096
+    assert other.cached((*said[:2100], 8)) == 2048
+    assert problems_of(agent.store) == []
+
+
+def test_jobs_without_an_agent_and_sessions_have_checkpoints_too(team: Team) -> None:
+    store, model = team("x").store, team("x").model
+    cached = []
+    for seed in range(3):
+        restored = store.restore(prompt(seed), agent=None, model=model, salt=None)
+        cached.append(restored.prefix.n_tokens if restored.prefix else 0)
+        if restored.to_share:
+            cache = sequence_cache(prompt(seed), [], restored.checkpoints_at, model)
+            store.save_blocks(prompt(seed)[: restored.to_share], cache, model=model, salt=None)
+    assert cached == [0, 0, N]
+    assert call_of_session(store, prompt(5), model=model)[0] == N
+    assert problems_of(store) == []
+
+
+def test_a_rollback_leaves_what_the_checkpoints_before_it_serve(team: Team) -> None:
+    agent = team("a")
+    agent.say(ids(2100))
+    agent.say((*ids(2100), *ids(100, seed=1)))
+    agent.store.agent_jobs.run(AgentRequest(agent_id="a", action="rollback"), Delivery("job", "2024-01-01T00:00:00Z"))
+    assert agent.cached((*ids(2100), 5)) == 2048
+
+
+def test_forgetting_the_last_agent_of_a_block_removes_its_checkpoint(team: Team, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        team(name, system_tokens=600).say(prompt(ord(name[0])))
+    for name, n_left in (("first", 1), ("second", 0)):
+        request = AgentRequest(agent_id=name, action="forget")
+        team(name).store.agent_jobs.run(request, Delivery(name, "2024-01-01T00:00:00Z"))
+        assert len(checkpoint_files(tmp_path)) == n_left
+    assert files_below(tmp_path / "blocks") == files_below(tmp_path / "pieces") == []
+    assert problems_of(team("first").store) == []
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_a_miss_with_a_name_and_is_written_again(tmp_path: Path, damage: str) -> None:
+    store = open_store(tmp_path)
+    Agent(store, "first", HYBRID, system_tokens=600).say(prompt(1))
+    DAMAGES[damage](*checkpoint_files(tmp_path))
+    second = Agent(store, "second", HYBRID, system_tokens=600)
+    restored = second.restore(prompt(2))
+    assert (restored.prefix, (restored.miss_reason or "none").split("_")[0]) in [(None, "checkpoint"), (None, "none")]
+    assert checkpoint_files(tmp_path) == []
+    second.say(prompt(2))
+    assert Agent(store, "third", HYBRID).cached(prompt(3)) == N
+    ticks(store)
+    assert problems_of(store) == []
+
+
+def test_the_index_of_checkpoints_is_made_anew_from_conversations(team: Team, tmp_path: Path) -> None:
+    agent = team("first", system_tokens=600)
+    agent.say(prompt(1))
+    back_up(agent.store.parts, tmp_path / "copy")
+    agent.store.close()
+    restore(tmp_path, tmp_path / "copy")
+    with closing(open_store(tmp_path)) as store:
+        with store.parts.database.snapshot() as connection:
+            known = connection.execute("SELECT count(*) FROM blocks WHERE checkpoint_bytes > 0").fetchone()
+        assert known == (1,)
+        assert Agent(store, "second", agent.model).cached(prompt(2)) == N
+        assert problems_of(store) == []
+
+
+def test_a_lost_checkpoint_leaves_the_index_and_one_without_a_row_comes_into_it(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    Agent(store, "first", HYBRID, system_tokens=600).say(prompt(1))
+    (path,) = checkpoint_files(tmp_path)
+    aside = path.rename(tmp_path / "aside")
+    for file, n_known in ((None, 0), (aside, 1)):
+        if file is not None:
+            file.rename(path)
+        for _ in store._upkeep.walk():
+            pass
+        ticks(store)
+        with store.parts.database.snapshot() as connection:
+            sql = "SELECT count(*) FROM blocks WHERE checkpoint_bytes > 0"
+            assert connection.execute(sql).fetchone() == (n_known,)
+    assert store.budget.total_bytes == disk_bytes(tmp_path)
+
+
+# --- how many, and which go ---
+
+
+def test_regular_checkpoints_are_few_and_take_half_of_the_bytes_of_the_blocks_at_most() -> None:
+    state = LayerSpec(LayerKind.RECURRENT, arrays=(ArraySpec((1 << 20,), "float32"),))
+    full = LayerSpec(LayerKind.FULL, n_kv_heads=2, key_dim=64, value_dim=64)
+    for spec in (ModelCacheSpec((state, full), "float32"), *SNAPSHOT_SPECS.values()):
+        for n_prompt in (1, 255, 1024, 1025, 10_000, 131_073):
+            places = checkpoint_places(spec, n_prompt=n_prompt, n_restored=0)
+            assert len(places) <= MOST_REGULAR
+            assert all(n % (LEAST_APART * 256) == 0 and n < n_prompt for n in places)
+            if spec.full_layers:
+                assert 2 * len(places) * spec.snapshot_bytes(n_prompt) <= n_prompt * spec.bytes_per_token
+    ends = checkpoint_places(HYBRID.spec, n_prompt=1000, n_restored=300, ends=(999, 300, 0))
+    assert ends == (768,)  # nothing can be taken before what was restored
+    assert checkpoint_places(make_model().spec, n_prompt=9000, n_restored=0, ends=(300,)) == ()
+
+
+LARGE = make_model(
+    "large", spec=replace(HYBRID.spec, layers=(*HYBRID.spec.layers, replace(HYBRID.spec.layers[0], key_dim=256)))
+)
+"""Its states are as large as three blocks."""
+
+AGENTS = int(os.environ.get("AGENTS", "60"))
+
+
+def test_checkpoints_of_many_agents_take_their_share_and_the_one_that_is_used_stays(tmp_path: Path) -> None:
+    store = AgentCacheStore(tmp_path, files=FastDisk(), max_bytes=60_000 * AGENTS)
+    for seed in range(AGENTS):
+        member = Agent(store, f"member-{seed}", LARGE, system_tokens=600)
+        restored = store.restore(prompt(seed), agent=member.open(), model=LARGE, salt=None, system_tokens=600)
+        assert (restored.prefix.n_tokens if restored.prefix else 0) == (N if seed else 0)
+        member.say(prompt(seed, 1))
+        Agent(store, f"loner-{seed}", LARGE, system_tokens=600).say(ids(620, seed=1000 + seed))
+        store._notes.write()
+    store.budget.make_room()
+    with store.parts.database.snapshot() as connection:
+        sql = "SELECT sum(checkpoint_bytes), count(*) FROM blocks WHERE checkpoint_bytes > 0"
+        n_bytes, n_files = connection.execute(sql).fetchone()
+    assert n_files == len(checkpoint_files(tmp_path)) > 1
+    assert n_bytes <= CHECKPOINT_SHARE * store.budget.max_bytes
+    assert store.budget.total_bytes == disk_bytes(tmp_path) <= store.budget.max_bytes
+    assert problems_of(store) == []

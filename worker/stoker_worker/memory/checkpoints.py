@@ -1,0 +1,48 @@
+"""Where a prompt's prefill takes checkpoints: the state of window and recurrent layers at the ends of blocks, for
+whichever prompt begins alike. Pure.
+
+A state can be as large as the blocks of thousands of tokens, so there are few places: where the prompt leaves what
+another one began with, where its system prompt and tools end, and at regular distances within the rest.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ModelCacheSpec
+
+LEAST_APART: Final = 4
+"""Blocks between regular checkpoints: each of them ends a pass of the prefill."""
+
+MOST_REGULAR: Final = 8
+"""Regular checkpoints of a prompt."""
+
+_SHARE: Final = 2
+"""Regular checkpoints take at most one byte for so many bytes of the prompt's blocks."""
+
+
+def checkpoint_places(
+    spec: ModelCacheSpec, *, n_prompt: int, n_restored: int, ends: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """After how many tokens of a prompt checkpoints are taken, ascending; all lie at the end of a block.
+
+    Args:
+        n_restored: tokens that are not prefilled, where nothing can be taken.
+        ends: after how many tokens it leaves what other prompts begin with, or may begin with.
+    """
+    if not spec.snapshot_layers:
+        return ()
+    apart = BLOCK_TOKENS * _blocks_apart(spec, n_prompt)
+    others = (n // BLOCK_TOKENS * BLOCK_TOKENS for n in ends)
+    places = {*others, *range(apart, n_prompt, apart)}
+    return tuple(sorted(n for n in places if n_restored < n < n_prompt))
+
+
+def _blocks_apart(spec: ModelCacheSpec, n_prompt: int) -> int:
+    """A power of two, so that prompts of unequal length take theirs at the same places."""
+    n_blocks, state_bytes = LEAST_APART, spec.snapshot_bytes(n_prompt)
+    while n_blocks * BLOCK_TOKENS < n_prompt and (
+        n_blocks * BLOCK_TOKENS * MOST_REGULAR < n_prompt
+        or (spec.full_layers and n_blocks * spec.bytes_per_block < _SHARE * state_bytes)
+    ):
+        n_blocks *= 2
+    return n_blocks
