@@ -130,7 +130,8 @@ def of_exception(error: Exception) -> Failure:
     if isinstance(error, JobCanceled):
         return Failure(409, str(error), kind="conflict_error", code="job_canceled")
     if isinstance(error, ResultTimeout):
-        return Failure(504, str(error), kind="timeout_error", code="generation_timed_out")
+        message = str(error).replace("; it is not canceled", "")  # a server may cancel it
+        return Failure(504, message, kind="timeout_error", code="generation_timed_out")
     if isinstance(error, RedisUnavailable):
         return Failure(503, str(error), kind="server_error", code="queue_unavailable", retryable=True, retry_after_s=5)
     if isinstance(error, StokerError):
