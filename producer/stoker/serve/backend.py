@@ -7,7 +7,7 @@ they end at the latest, so that those of a process that was killed go by themsel
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 from uuid import uuid4
 
 from stoker.api.failure import Failure
@@ -21,6 +21,7 @@ from stoker.serve.settings import ServeSettings
 from stoker.submitting import enqueue
 from stoker.tickets import AsyncTicket, SharedConnection
 
+_END_S: Final = 5.0
 _LOOK_S: Final = 0.5
 _READY_LOOK_S: Final = 2.0
 _RETRY_S: Final = 5
@@ -36,6 +37,7 @@ class Backend:
         intake: makes jobs of calls.
         producer: knows the workers.
         live: one place for each text that is read as it is generated; each needs a connection to Redis.
+        calls: the tasks that have a job. A stop that has canceled them lets them end.
     """
 
     def __init__(self, redis_url: str, settings: ServeSettings) -> None:
@@ -46,6 +48,7 @@ class Backend:
         self.settings = settings
         self.intake = Intake(settings)
         self.live = asyncio.Semaphore(_MOST_LIVE)
+        self.calls: set[asyncio.Task[Any]] = set()
         self._connection = open_async_connection(redis_url)
         self._shared = SharedConnection(self._connection)
         self._workers: list[LiveWorker] = []
@@ -57,6 +60,8 @@ class Backend:
         return await self._shared.run(operation)
 
     async def aclose(self) -> None:
+        if self.calls:
+            await asyncio.wait(self.calls, timeout=_END_S)
         self.intake.close()
         await self.producer.aclose()
         await self._shared.aclose()

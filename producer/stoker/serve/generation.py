@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from stoker.api.deltas import Deltas
 from stoker.api.endpoint import ApiCall, Endpoint, EventWriter
 from stoker.api.endpoints import ENDPOINTS
+from stoker.api.failure import Failure
 from stoker.api.responses import response_id
 from stoker.serve.backend import Backend
 from stoker.serve.intake import CallHead, CallJobs
@@ -72,6 +73,9 @@ class RunningCall:
             RedisUnavailable: no server answers.
         """
         backend: Backend = app.backend
+        if (task := asyncio.current_task()) is not None:
+            backend.calls.add(task)
+            task.add_done_callback(backend.calls.discard)
         await backend.require_worker(made.model)
         running = cls(app, made.call, endpoint, owner, await backend.take_place(owner))
         try:
@@ -127,6 +131,7 @@ class RunningCall:
 
 
 KEEP_ALIVE_S: Final = 10.0
+_RESTART_S: Final = 5
 
 
 class EventStream(Response):
@@ -181,8 +186,8 @@ class EventStream(Response):
                     return await self._send(send, b"", more=False)
                 await self._send(send, sent)
                 following = self._next()
-        except Exception as error:
-            failure = described(error)
+        except (Exception, asyncio.CancelledError) as error:
+            failure = _described(error)
             if not self._has_begun:
                 return await failed(self._running.endpoint, failure, self._ids)(scope, receive, send)
             await self._send(send, b"".join(self._writer.failed(failure)), more=False)
@@ -202,6 +207,14 @@ class EventStream(Response):
             start: dict[str, Any] = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(start)
         await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+def _described(error: Exception | asyncio.CancelledError) -> Failure:
+    """uvicorn cancels what takes longer than a stop may take."""
+    if isinstance(error, asyncio.CancelledError):
+        message, code = "the server stops; ask again", "server_stopping"
+        return Failure(503, message, kind="server_error", code=code, retryable=True, retry_after_s=_RESTART_S)
+    return described(error)
 
 
 async def generate(request: Request) -> Response:
@@ -248,8 +261,8 @@ async def _answer(request: Request, running: RunningCall, headers: Mapping[str, 
             return Response(status_code=CLIENT_IS_GONE)
         body = running.endpoint.answer(ending.result(), int(time.time()), running.call.kept)
         return Json(body, headers=dict(headers))
-    except Exception as error:
-        return failed(running.endpoint, described(error), headers)
+    except (Exception, asyncio.CancelledError) as error:
+        return failed(running.endpoint, _described(error), headers)
     finally:
         ending.cancel()
         gone.cancel()

@@ -109,9 +109,10 @@ class Serving:
 
 
 @contextmanager
-def serving_at(redis_url: str, **settings: Any) -> Iterator[Serving]:
+def serving_at(redis_url: str, *, grace_s: int = 30, **settings: Any) -> Iterator[Serving]:
     app = build_app(redis_url, ServeSettings(**{"body_options": BodyOptions(any_model=True), **settings}))
     server = web_server(app)
+    server.config.timeout_graceful_shutdown = grace_s
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()

@@ -4,6 +4,7 @@ import json
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import Any
 
@@ -12,6 +13,7 @@ import openai
 import pytest
 from rq.job import JobStatus
 from tests.producer.played_worker import result_fields
+from tests.producer.serve.conftest import serving_at
 
 from stoker.serve.settings import Tokens
 from stoker_worker.engine.scripted import SCRIPTED_ANSWERS
@@ -369,6 +371,25 @@ def test_a_job_that_takes_too_long_is_canceled(serve, hand):
     assert late.value.status_code == 504
     assert "not canceled" not in str(late.value)
     ended(hand, late.value.response.headers["x-request-id"], JobStatus.CANCELED)
+
+
+def test_calls_that_outlast_a_stop_are_told_so_and_their_jobs_are_canceled(server_url, hand, caplog):
+    asked: Any = {"model": "m", "messages": [{"role": "user", "content": "wait"}], "max_tokens": 5}
+    with ThreadPoolExecutor() as threads:
+        for path, kind in (("/v1/messages", "overloaded_error"), ("/v1/chat/completions", "server_error")):
+            for is_streamed in (False, True):
+                with serving_at(server_url, grace_s=1) as serving:
+                    body = {**asked, "stream": is_streamed}
+                    made = threads.submit(httpx.post, f"{serving.url}{path}", json=body, timeout=60)
+                    job_id = hand.wait_for_one()
+                    hand.say(job_id, "1", "whole", "A")
+                    time.sleep(0.3 * is_streamed)
+                answer = made.result()
+                assert answer.status_code == (200 if is_streamed else 503)
+                error = json.loads(answer.text.rpartition("data: ")[2])["error"]
+                assert (error["type"], "stops" in error["message"]) == (kind, True)
+                ended(hand, job_id, JobStatus.CANCELED)
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_with_tokens_only_their_holders_may_call(serve):
