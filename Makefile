@@ -72,14 +72,15 @@ chaos: .venv/dev
 	CHAOS=long MIXED_SEEDS="1 2 3 4" $(BIN)/pytest -s tests/chaos tests/end_to_end/test_batches.py \
 		tests/end_to_end/test_mixed_agent_jobs.py tests/end_to_end/test_four_workers_share.py
 
-# Real clients, unmodified: Python and Node packages, lm-eval, guidellm, Codex and Claude Code. Writes their table in
-# docs/serve.md.
+# Real clients, unmodified: Python and Node packages, lm-eval, guidellm, Ray, Codex and Claude Code. Writes their
+# table in docs/serve.md.
 clients: .venv/dev .cache/clients fast-blas
 	CLIENTS=1 $(BIN)/pytest --timeout=0 tests/clients
 
-.cache/clients: tests/clients/python.txt tests/clients/evaluation.txt tests/clients/package.json
+.cache/clients: tests/clients/python.txt tests/clients/evaluation.txt tests/clients/ray.txt tests/clients/package.json
 	$(PYTHON) -m venv $@/python && $@/python/bin/pip install -q -r tests/clients/python.txt
 	$(PYTHON) -m venv $@/evaluation && $@/evaluation/bin/pip install -q -r tests/clients/evaluation.txt
+	$(PYTHON) -m venv $@/ray && $@/ray/bin/pip install -q -r tests/clients/ray.txt
 	mkdir -p $@/node && cp tests/clients/package.json $@/node && npm install --no-fund --no-audit --prefix $@/node
 	node $@/node/node_modules/@anthropic-ai/claude-code/install.cjs
 	touch $@

@@ -11,11 +11,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from redis import Redis
 from tests.support.model_fixture import CHECKOUT, smollm2_folder
 from tests.support.wait import wait_for
 from tests.support.worker_process import WorkerProcess
@@ -50,6 +52,7 @@ class Site:
 
     def __init__(self, folder: Path, redis_url: str, *worker: str) -> None:
         self.folder = folder
+        self.redis_url = redis_url
         self._arguments = ["--redis", redis_url, "--store", str(folder / "store"), *worker]
         self.worker = WorkerProcess(self._arguments, folder / "worker.log")
         options = ["--redis", redis_url, "--any-model", "--port", "0", "--batch-store", str(folder / "serve")]
@@ -106,7 +109,7 @@ ROWS: dict[str, tuple[str, str]] = {}
 def page() -> Iterator[None]:
     """Writes the table of docs/serve.md, if every client ran."""
     yield
-    if len(ROWS) == len(PYTHON) + len(EVALUATION) + len(NODE) + 2:
+    if len(ROWS) == len(PYTHON) + len(EVALUATION) + len(NODE) + 3:
         rows = "".join(f"| {name} | {version} | {ran} |\n" for name, (version, ran) in sorted(ROWS.items()))
         table = f"| client | version | what ran |\n|---|---|---|\n{rows}"
         PAGE.write_text(TABLE.sub(lambda found: f"{found[1]}\n{table}\n{found[2]}", PAGE.read_text()))
@@ -157,6 +160,28 @@ def test_an_evaluation_runs_unmodified(name: str, real: Site) -> None:
     script = str(HERE / "scripts" / f"{name}_client.py")
     ran = run([python, script], real, STOKER_MODEL=str(smollm2_folder()))
     ROWS[EVALUATION[name]] = version_in("evaluation", EVALUATION[name]), ran
+
+
+def test_ray_sends_1000_rows_while_the_worker_is_killed_and_each_is_run_once(tmp_path: Path) -> None:
+    script = HERE / "scripts" / "ray_client.py"
+    [code, *_] = re.findall("```python\n(.*?)```", (CHECKOUT / "docs" / "ray.md").read_text(), re.DOTALL)
+    code = code[code.index("class ") :].replace('"http://127.0.0.1:8400/', "f\"{os.environ['STOKER_URL']}/")
+    assert code in script.read_text()
+    with (
+        site(tmp_path, "--engine", "scripted", "--scripted-steps-per-s", "400", "--max-batch", "64") as ours,
+        Redis.from_url(ours.redis_url) as connection,
+        ThreadPoolExecutor(1) as client,
+    ):
+        stoker = [str(Path(sys.executable).with_name("stoker")), "--redis", ours.redis_url, "batch"]
+        # By default Ray's processes have the lowest priority: beside other tests, they would take minutes.
+        command = [str(INSTALLED / "ray" / "bin" / "python"), str(script), *stoker]
+        running = client.submit(run, command, ours, RAY_worker_niceness="0")
+        wait_for(lambda: connection.zcard("rq:finished:generate") > 250 or running.done(), 300)
+        assert connection.zcard("rq:finished:generate") < 900, "too late to kill the worker in the middle"
+        ours.kill_worker()
+        ran = running.result()
+        assert [connection.zcard(f"rq:{name}:generate") for name in ("finished", "failed")] == [999, 1]
+    ROWS["ray"] = version_in("ray", "ray"), ran
 
 
 @pytest.mark.parametrize("name", NODE)
