@@ -141,7 +141,7 @@ def render(content: Json, results: Path) -> Report:
     )
     number = say(
         {**rate, **claims["one busy agent's"]},
-        "{claim_ms[p50]} ms; {ratio[median]} times the jobs per second of RQ's SimpleWorker (asked: 1.5)",
+        "a claim {claim_ms[p50]} ms; {ratio[median]} times the jobs per second of RQ's SimpleWorker (asked: 1.5)",
     )
     parts = {"summary": summary, "claims": _claims(claims), "rates": columns([rate], RATES), "steps": _steps(step)}
     return Report("queue costs", number, parts)

@@ -14,7 +14,7 @@ from command import main
 from common import HERE, Json, in_turn, note, rss_mib, server_machine, spread, take_turns, timed
 from queue_bench import jobs_per_s
 from redis import Redis
-from report import Report, columns, criteria, figure, listed, percent, say
+from report import Report, columns, figure, listed, percent, say
 from store_bench import scripted_model, sizes, submit, take_turn, wait_for
 from worker_process import SCRIPTED, WorkerProcess
 
@@ -215,7 +215,6 @@ def render(content: Json, results: Path) -> Report:
         "direct": columns(sizes, DIRECT),
         "restart": listed({**content["direct"], **content["restart"]}, of_start, RESTART),
         "long": columns([*long["points"], alike], LONG),
-        "checks": criteria(content),
     })  # fmt: skip
 
 

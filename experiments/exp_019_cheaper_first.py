@@ -26,7 +26,7 @@ from stoker_worker.embedded_redis import EmbeddedServer
 
 MODELS = ["small", "large"]
 COST_MS = {"small": 1.0, "large": 10.0}
-"""Of a token: what is stated, and about the speed of the workers."""
+"""Of a token, as stated: the workers are paced by `STEPS_PER_S`, and no cost is measured."""
 STEPS_PER_S = {"small": 4000, "large": 400}
 TASKS = ("easy", "medium", "hard")
 SMALL = {"easy": 0.97, "medium": 0.9, "hard": 0.05}

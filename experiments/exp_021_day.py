@@ -22,7 +22,7 @@ from bench import Bench, main
 from common import Json, note
 from long_run import long_tailed, mb, nearest, out_of_order, prefilled_again, serve, slices
 from prompts import SIX_KINDS, text_of
-from report import Report, criteria, figure, listed, say, table
+from report import Report, figure, listed, say, table
 from store_bench import sizes
 from worker_process import WorkerProcess, watched
 
@@ -235,7 +235,6 @@ def render(content: Json, results: Path) -> Report:
         "summary": say(known, SUMMARY), "time": _over_time(content["slices"]),
         "growth": listed(content["growth_mb_per_1000_jobs"], ("", "MB per 1,000 jobs"), GROWTH),
         "sources": table(("cache from", "jobs", "share"), sources) + say(known, SOURCES),
-        "checks": criteria(content),
     })  # fmt: skip
 
 

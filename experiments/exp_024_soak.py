@@ -207,9 +207,9 @@ RATES = ("jobs_per_s", "tokens_per_cpu_s")
 def render(content: Json, results: Path) -> Report:
     parts = content["parts"]
     plot(content, results)
-    of_both = {"summary": _summary, "machine": machine_line, "loads": _load, "checks": _checks}
+    of_both = {"summary": _summary, "machine": machine_line, "loads": _load, "caches": _caches}
     of_each = {"flat": _flat, "lives": _lives}
-    number = " and ".join(f"{one['jobs']} {'real' if key == 'real' else 'scripted'} ones" for key, one in parts.items())
+    number = "; ".join(f"{one['jobs']} {key} jobs, not flat: {_not_flat(one)}" for key, one in parts.items())
     return Report("a soak", number, {
         **{name: "\n".join(f"* **{PARTS[key]}.** {make(one)}" for key, one in parts.items())
            for name, make in of_both.items()},
@@ -219,13 +219,18 @@ def render(content: Json, results: Path) -> Report:
 
 
 def _summary(part: Json) -> str:
-    rising = [NAMES[name] for name, line in part["lines"].items() if not line["is_flat"]]
     memory, again = part["lines"]["rss_mb"], part["run_again"]
     return (
         f"{part['jobs']} jobs of {part['agents']} agents in {part['took_s']} s, with {len(part['restarts'])} restarts. "
         f"{_counted(part['verdict'])}; {again} ran again after a kill. Resident memory is {memory['median']} MB and "
-        f"changes by {memory['change']:+.1f} MB in {_minutes(part)} minutes. "
-        + (f"Not flat: {', '.join(rising)}." if rising else "Every figure is flat.")
+        f"changes by {memory['change']:+.1f} MB in {_minutes(part)} minutes. Not flat: {_not_flat(part)}."
+    )
+
+
+def _not_flat(part: Json) -> str:
+    return (
+        " and ".join(NAMES[name].removesuffix(", MB") for name, line in part["lines"].items() if not line["is_flat"])
+        or "nothing"
     )
 
 
@@ -247,14 +252,11 @@ def _load(part: Json) -> str:
     ))  # fmt: skip
 
 
-def _checks(part: Json) -> str:
-    missed = [name.replace("_", " ") for name, held in part["verdict"].items() if not held]
+def _caches(part: Json) -> str:
     found = ", ".join(f"{n} from {name}" for name, n in part["sources"].items())
     return (
-        f"{len(part['verdict']) - len(missed)} of {len(part['verdict'])} criteria held"
-        + (f"; **missed**: {'; '.join(missed)}" if missed else "")
-        + "".join(f"; without an answer: `{reason}`" for reason in part.get("unanswered", ()))
-        + f". Caches: {found}. Stored tokens prefilled again, at most: {part['stored_tokens_prefilled_again']}."
+        f"Caches: {found}. Stored tokens prefilled again, at most: {part['stored_tokens_prefilled_again']}."
+        + "".join(f" Without an answer: `{reason}`." for reason in part.get("unanswered", ()))
     )
 
 

@@ -18,7 +18,7 @@ from command import main
 from common import HERE, Json, note, ratios, server_machine, spread, take_turns, timed
 from queue_bench import jobs_per_s
 from redis import Redis
-from report import Report, columns, criteria, figure, say
+from report import Report, columns, figure, say
 from slow_proxy import SlowProxy
 from worker_process import ServerProcess, WorkerProcess
 
@@ -192,7 +192,6 @@ def render(content: Json, results: Path) -> Report:
     number = say(both, "{speed[median]} times one worker's jobs (asked: 3.6); {four_commands[median]:g} commands a job")
     parts = {
         "summary": summary,
-        "checks": criteria(content),
         "jobs": columns(jobs, JOBS),
         "alone": columns([content["alone"]], ALONE),
         "elsewhere": columns([_rounded(elsewhere)], ELSEWHERE),

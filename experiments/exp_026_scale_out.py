@@ -17,7 +17,7 @@ import numpy as np
 from command import main
 from common import HERE, Json, note, server_machine, spread
 from redis import Redis
-from report import Report, columns, criteria, figure
+from report import Report, columns, figure
 
 from stoker import Producer
 from stoker_shared.wire import LAST_KEY
@@ -283,7 +283,7 @@ def render(content: Json, results: Path) -> Report:
         f"{server['ends_at_workers']} workers of one queue"
     )
     return Report("scale out", number, {
-        "summary": summary, "checks": criteria(content), "fleets": _fleets(fleets),
+        "summary": summary, "fleets": _fleets(fleets),
         "waits": _waits(fleets), "patience": _patience(content["patience"]), "sent": _sent(fleets),
         "cost": _cost(cost), "one queue": _one_queue(server),
     })  # fmt: skip

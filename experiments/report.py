@@ -1,5 +1,5 @@
-"""The one form of all reports: title with verdict, machine, tables, plots and the index, all made from an experiment's
-results. A report is prose with parts between marks; only title and parts are written here."""
+"""The one form of all reports: title with what was found, machine, tables, plots and the index, all made from an
+experiment's results. A report is prose with parts between marks; only title and parts are written here."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,8 +27,9 @@ class Report:
 
     Attributes:
         name: of the experiment, for the title.
-        number: the figures that the index shows.
-        parts: the text between the marks of each name. `machine` is the line about the machine unless given.
+        number: what was found, in a few figures: for the title and the index.
+        parts: the text between the marks of each name. Unless given, `machine` is the line about the machine, and
+            `checks` the table of targets.
     """
 
     name: str
@@ -42,8 +43,8 @@ class Report:
 def written(text: str, content: Json, report: Report) -> str:
     """A report's text with its title and its parts anew."""
     _, newline, rest = text.partition("\n")
-    parts = {"machine": machine_line(content), **report.parts}
-    return filled(f"{_title(content, report.name)}{newline}{rest}", parts)
+    parts = {"machine": machine_line(content), "checks": _checks(content), **report.parts}
+    return filled(f"{_title(content, report)}{newline}{rest}", parts)
 
 
 def filled(text: str, parts: Mapping[str, str]) -> str:
@@ -60,26 +61,31 @@ def filled(text: str, parts: Mapping[str, str]) -> str:
 
 
 def indexed(index: str, content: Json, number: str) -> str:
-    """The index with the date, the verdict and the number of this experiment anew.
+    """The index with the date, the number of targets met and what was found by this experiment anew.
 
     Raises:
         ValueError: it has no row of this experiment.
     """
     row = re.compile(rf"^(\| \[{content['experiment']}\]\([^)]*\) \|) [\d-]* ?(\| .*? \|) .*$", re.MULTILINE)
-    text, n = row.subn(lambda old: f"{old[1]} {content['date']} {old[2]} {_verdict(content)} | {number} |", index)
+    text, n = row.subn(lambda old: f"{old[1]} {content['date']} {old[2]} {_met(content)} | {number} |", index)
     if n != 1:
         raise ValueError(f"the index has {n} rows of {content['experiment']}")
     return text
 
 
-def _title(content: Json, name: str) -> str:
+def _title(content: Json, report: Report) -> str:
     device = content["machine"].get("device")
-    where = {None: "", "CPU": " (on a CPU; not run on Metal)"}.get(device, f" (on {device})")
-    return f"# {content['experiment']}: {name}: {_verdict(content).upper()}{where}"
+    where = {None: "without a model", "CPU": "on a CPU, not on Metal"}.get(device, f"on {device}")
+    return f"# {content['experiment']}, {report.name}: {report.number} ({_met(content)} targets met; {where})"
 
 
-def _verdict(content: Json) -> str:
-    return "passed" if content["verdict"]["passed"] else "failed"
+def _met(content: Json) -> str:
+    held = _targets(content).values()
+    return f"{sum(held)} of {len(held)}"
+
+
+def _targets(content: Json) -> dict[str, bool]:
+    return {name: held for name, held in content["verdict"].items() if name != "passed"}
 
 
 def machine_line(content: Json) -> str:
@@ -175,10 +181,14 @@ def yes(flag: bool, no: str = "NO") -> str:
     return "yes" if flag else no
 
 
-def criteria(content: Json) -> str:
-    """What was asked for, and whether it held."""
-    asked = [(name.replace("_", " "), held) for name, held in content["verdict"].items() if name != "passed"]
-    return table(("asked", "held"), [(name, yes(held, "**no**")) for name, held in asked])
+def _checks(content: Json) -> str:
+    """The targets, and which of them were met."""
+    return table(("target", "met"), [(_spelt(name), yes(held, "**no**")) for name, held in _targets(content).items()])
+
+
+def _spelt(name: str) -> str:
+    """`at_most_1_5_copies` as "at most 1.5 copies"."""
+    return re.sub(r"\b(\d) (\d+)\b", r"\1.\2", name.replace("_", " "))
 
 
 # --- plots ---
