@@ -184,10 +184,10 @@ def _waiting(connection: Redis, producer: Producer, queue: RqQueue, meter: Meter
     worker, last = _join(connection, 0), LAST_KEY.format(queue=QUEUE)
     producer.submit_many([{"agent_id": f"there {n}", "prompt": "x" * 500} for n in range(WAITING_JOBS)])
     connection.hset(last, mapping={f"there {n}": f"{worker} 1" for n in range(WAITING_JOBS)})
-    placement = queue._claim_order.claimers[QUEUE]._placement
+    known = queue._lease, queue._claim_order.claimers[QUEUE]._placement, queue._registration
 
     def read_all() -> Claimer:
-        claimer = Claimer(connection, QUEUE, queue._lease, placement, is_at_hand=NO_STORE.is_at_hand, patience_s=60.0)
+        claimer = Claimer(connection, QUEUE, *known, is_at_hand=NO_STORE.is_at_hand, patience_s=60.0)
         claimer.read_ahead(0, Busy())
         while claimer.has_unread:
             claimer.read_ahead(0, Busy())
