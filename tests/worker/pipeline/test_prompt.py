@@ -19,6 +19,7 @@ from stoker_shared.errors import (
 from stoker_worker.engine.scripted import END, ScriptedProvider, ScriptedTokenizer
 from stoker_worker.pipeline.answer import read_answer
 from stoker_worker.pipeline.prompt import (
+    SystemPrompts,
     build_prompt,
     check_expectations,
     fitted,
@@ -329,3 +330,18 @@ def test_a_template_that_opens_the_thinking_is_noticed():
     assert (prompt.opened, prompt.markers.first) == ("<think>\n", "reasoning")
     other = first_turn(messages=[user("?")])
     assert (other.opened, other.markers.first) == ("", "normal")
+
+
+def test_a_system_prompt_ends_where_prompts_with_other_questions_part():
+    system, systems = {"role": "system", "content": "Answer in rhyme."}, SystemPrompts()
+
+    def n_system(*messages, **fields):
+        asked = request(messages=list(messages), **fields)
+        return systems.n_tokens(asked, build_prompt(asked, None, MODEL, CODEC), CODEC)
+
+    one, two = (first_turn(messages=[system, user(text)]).ids for text in ("one", "two"))
+    n_common = next(n for n, pair in enumerate(zip(one, two, strict=True)) if pair[0] != pair[1])
+    assert n_system(system, user("one")) == n_system(system, user("two"), user("x")) == n_common
+    assert n_system(user("one")) == 0
+    text = request(prompt="one")
+    assert systems.n_tokens(text, build_prompt(text, None, MODEL, CODEC), CODEC) == 0
