@@ -150,6 +150,30 @@ def test_rq_info_shows_the_same_counts(scene):
     assert re.search(rf"worker {worker['name']} .*busy", said), said
 
 
+STATUSES = """
+import json, sys
+from rq_dashboard.app import create_app
+client = create_app().test_client()
+print(json.dumps([client.get(f"/rq-dashboard/0/data/{path}.json").status_code for path in sys.argv[1:]]))
+"""
+"""Of pages of rq-dashboard as it was installed, with the settings of the environment."""
+
+
+def test_plain_rq_dashboard_fails_where_its_page_is_said_to_fail(scene):
+    """docs/dashboard.md has a table of it, and docs/upstream.md the patch: a release that serves them changes both."""
+    waits = scene.queue().enqueue(TASK_PATH, request={}, depends_on=scene.running[0].job_id)
+    jobs = [f"job/{job_id}" for job_id in (scene.running[0].job_id, scene.finished.job_id, waits.id)]
+    paths = ["queues", "jobs/generate/started/8/asc/1", "jobs/generate/finished/8/asc/1", *jobs, "workers"]
+    command = [sys.executable, "-c", STATUSES, *paths]
+    for json_serializer, statuses in (
+        ("false", [200, 200, 500, 500, 500, 500, 500]),
+        ("true", [200, 200, 200, 200, 200, 500, 500]),
+    ):
+        settings = {"RQ_DASHBOARD_REDIS_URL": scene.url, "RQ_DASHBOARD_JSON_SERIALIZER": json_serializer}
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | settings)
+        assert json.loads(done.stdout) == statuses
+
+
 # --- the content of jobs stays data ---
 
 
