@@ -183,7 +183,7 @@ def measure(args: argparse.Namespace, *, quick: bool) -> Json:
         else:
             bench = Bench.load(args.model, args.dtype)
             facts, (load, text) = machine(bench.facts), real(bench, args.minutes, quick)
-        parts[name] = measured(partial(part, load, text, facts), quick=quick)
+        parts[name] = measured(partial(part, load, text, facts), args, quick=quick)
         del parts[name]["verdict"]["passed"]
     verdict = {f"{name}_{check}": held for name in parts for check, held in parts[name]["verdict"].items()}
     return {"machine": facts, "verdict": {"both_parts_have_run": len(parts) == len(PARTS), **verdict}, "parts": parts}

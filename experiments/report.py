@@ -103,7 +103,13 @@ def machine_line(content: Json) -> str:
         line += f" Model: {facts['model']}, {cache}."
     if "load_average_at_end" in content:
         line += f" Load average at the end {content['load_average_at_end']}."
-    return line
+    return line + _commit(content.get("source", {}))
+
+
+def _commit(source: Json) -> str:
+    if not source.get("commit"):
+        return " The commit was not recorded."
+    return f" Commit {source['commit'][:12]}{', with changes' if source['dirty'] else ''}."
 
 
 # --- parts ---
