@@ -58,8 +58,10 @@ def test_turns_across_restarts_equal_mlx_lm_alone_and_start_from_the_last_snapsh
             alone = [token for token, _ in generate_step(mx.array(ids[:end]), model, max_tokens=len(ids) - end)]
             assert ids[end:] == alone
             assert len(alone) == result.usage.completion_tokens
-            assert (result.usage.cached_tokens, result.cache.miss_reason) == (cached[context, n], None)
-            assert result.cache.source in (("memory", "disk") if turn else ("none",))  # some were read ahead
+            assert result.cache.miss_reason is None
+            if turn:  # in the first turn, the agents begin alike, and may take over what another one prefills
+                assert result.usage.cached_tokens == cached[context, n]
+            assert result.cache.source in ("memory", "disk" if turn else "none")  # some were read ahead
             # An `append` also contains the agent's answer; a whole conversation brings other words.
             cached[context, n] = len(ids) if context == "append" else end - 1
     assert StoreReader(store).problems() == []
