@@ -5,7 +5,6 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from common import HERE, Json
 from report import Report, indexed, written
+from source import source
 
 Run = Callable[..., Json]
 """Called with ``quick``, it returns the results: among them are the ``machine`` and the ``verdict``, which has the
@@ -74,17 +74,6 @@ def finish(args: argparse.Namespace, number: str, run: Run, render: Render) -> N
     ):
         (args.out / name).write_text(change((HERE / name).read_text(encoding="utf-8")), encoding="utf-8")
     print(f"{report.number}\n" + json.dumps(content["verdict"], indent=1))
-
-
-def source() -> Json:
-    """The commit of the checkout, and whether it has changes that are not committed; nothing where there is no git."""
-
-    def git(*words: str) -> str | None:
-        done = subprocess.run(["git", "-C", str(HERE), *words], capture_output=True, text=True, check=False)
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    changes = git("status", "--porcelain")
-    return {"commit": git("rev-parse", "HEAD"), "dirty": None if changes is None else bool(changes)}
 
 
 def as_text(content: Json) -> str:

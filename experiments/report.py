@@ -10,6 +10,7 @@ from textwrap import fill
 from typing import Any
 
 from common import Json
+from source import is_older
 
 SECTIONS = ("Question", "Source", "Method", "Machine and versions", "Results", "Conclusion",
             "What it changed in the product", "Limits")  # fmt: skip
@@ -76,6 +77,8 @@ def indexed(index: str, content: Json, number: str) -> str:
 def _title(content: Json, report: Report) -> str:
     device = content["machine"].get("device")
     where = {None: "without a model", "CPU": "on a CPU, not on Metal"}.get(device, f"on {device}")
+    if is_older(content["experiment"].removeprefix("EXP-"), content.get("source", {}).get("commit")):
+        where += "; older than its code"
     return f"# {content['experiment']}, {report.name}: {report.number} ({_met(content)} targets met; {where})"
 
 

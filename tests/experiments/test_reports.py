@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +53,26 @@ def test_every_report_has_the_same_sections_in_the_same_order(report: Path, monk
     *_, last = text.strip().split("\n\n")
     assert last.startswith("To repeat: ")
     assert f"python experiments/{script_of(report).name}" in last
+
+
+def test_a_report_is_older_if_the_code_that_it_measures_has_changed_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    from source import MEASURED, is_older  # type: ignore[import-not-found]
+
+    assert set(MEASURED) == {number(report) for report in REPORTS}
+    assert all((EXPERIMENTS.parent / path).exists() for paths in MEASURED.values() for path in paths)
+    log = [
+        "git",
+        "-C",
+        str(EXPERIMENTS),
+        "log",
+        "-1",
+        "--format=%H %P",
+        "--",
+        *(f":/{path}" for path in MEASURED["002"]),
+    ]
+    changed, before = subprocess.run(log, capture_output=True, text=True, check=True).stdout.split()
+    assert (is_older("002", before), is_older("002", changed)) == (True, False)
 
 
 def test_an_experiment_without_results_claims_none() -> None:

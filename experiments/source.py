@@ -1,0 +1,37 @@
+"""The code that figures come from: the commit of a run, the paths that an experiment measures, and whether they have
+changed since. It asks git."""
+
+import subprocess
+
+from common import HERE, Json
+
+_WORKER = "worker/stoker_worker"
+_ENGINE, _MEMORY, _QUEUE, _PLACEMENT = (f"{_WORKER}/{room}" for room in ("engine", "memory", "queue", "placement"))
+MEASURED = {
+    "001": (f"{_WORKER}/models", _ENGINE, _MEMORY), "002": (_ENGINE,), "003": (_ENGINE, _MEMORY),
+    "004": (_ENGINE, _MEMORY), "006": (_ENGINE, _MEMORY), "007": (_ENGINE, _MEMORY), "008": (_ENGINE, _MEMORY),
+    "009": (_WORKER,), "010": (_ENGINE, f"{_WORKER}/pipeline"), "011": (_ENGINE,), "012": (_MEMORY,), "013": (_QUEUE,),
+    "014": (_WORKER,), "015": (_ENGINE,), "016": (_MEMORY,), "017": (_ENGINE,), "018": (_ENGINE,),
+    "019": ("producer/stoker/batch", "shared/stoker_shared/trust.py"), "020": (_ENGINE,), "021": (_WORKER,),
+    "022": (_ENGINE,), "023": (_ENGINE,), "024": (_WORKER,), "025": (_QUEUE, _PLACEMENT), "026": (_QUEUE, _PLACEMENT),
+}  # fmt: skip
+"""By an experiment's number: the paths whose behaviour its figures tell."""
+
+
+def source() -> Json:
+    """The commit of the checkout, and whether it has changes that are not committed; nothing where there is no git."""
+    changes = _git("status", "--porcelain")
+    return {"commit": _git("rev-parse", "HEAD"), "dirty": None if changes is None else bool(changes)}
+
+
+def is_older(number: str, commit: str | None) -> bool:
+    """Whether the measured code has changed since a commit. Without one, or if a rebase has removed it, that is the one
+    with the results as they are, which is no older than the run."""
+    since = commit if commit and _git("cat-file", "-e", commit) is not None else None
+    since = since or _git("log", "-1", "--format=%H", "--", f"experiments/results/exp_{number}_results.json")
+    return bool(since and _git("log", "-1", "--format=%h", f"{since}..HEAD", "--", *MEASURED[number]))
+
+
+def _git(*words: str) -> str | None:
+    done = subprocess.run(["git", "-C", str(HERE.parent), *words], capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None
