@@ -61,17 +61,9 @@ def test_a_report_is_older_if_the_code_that_it_measures_has_changed_since(monkey
 
     assert set(MEASURED) == {number(report) for report in REPORTS}
     assert all((EXPERIMENTS.parent / path).exists() for paths in MEASURED.values() for path in paths)
-    log = [
-        "git",
-        "-C",
-        str(EXPERIMENTS),
-        "log",
-        "-1",
-        "--format=%H %P",
-        "--",
-        *(f":/{path}" for path in MEASURED["002"]),
-    ]
-    changed, before = subprocess.run(log, capture_output=True, text=True, check=True).stdout.split()
+    log = ["git", "log", "-1", "--format=%H %P", "--", *MEASURED["002"]]
+    done = subprocess.run(log, cwd=EXPERIMENTS.parent, capture_output=True, text=True, check=True)
+    changed, before = done.stdout.split()
     assert (is_older("002", before), is_older("002", changed)) == (True, False)
 
 
