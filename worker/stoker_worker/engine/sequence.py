@@ -185,6 +185,8 @@ class Sequence:
         for n in (n for n in of.at_cuts if n <= n_tokens):  # yet others may begin so as well
             self.cut_at.add(n)
             self.at_cuts[n] = of.at_cuts[n]
+        if self.work.is_saved and n_tokens == self.n_prompt - 1 and n_tokens in self.at_cuts:
+            self.snapshots.append(self.at_cuts[n_tokens])  # nothing is prefilled before this point
 
     def join(self, generator: Generator) -> None:
         """Go into the generator, with the tokens that its caches do not hold."""
