@@ -113,10 +113,12 @@ def _message(text: str) -> dict[str, Any]:
 
 def _piped() -> str:
     """The text on stdin, without the line end that `echo` appends."""
-    text = "" if sys.stdin is None or sys.stdin.isatty() else _read(sys.stdin).removesuffix("\n").removesuffix("\r")
+    is_piped = sys.stdin is not None and not sys.stdin.isatty()
+    text = _read(sys.stdin).removesuffix("\n").removesuffix("\r") if is_piped else ""
     if not text:
+        missing = "no input, and stdin is empty" if is_piped else "no input"
         raise click.UsageError(
-            "no input: give --message, --messages-file, --prompt, --prompt-file or --json-file, or pipe a message in"
+            f"{missing}: give --message, --messages-file, --prompt, --prompt-file or --json-file, or pipe a message in"
         )
     return text
 

@@ -285,6 +285,13 @@ def _metadata(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
         fields["session"] = session_name(given.rpartition("_session_")[2] or given)
 
 
+def _thread(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
+    """Refuses a thread, so that Anthropic's package goes on without one and sends the whole conversation."""
+    refused = FieldRefused("thread", "is not served")
+    refused.error["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    raise refused
+
+
 _RULES: Final[dict[str, Rule]] = {
     "model": model_rule,
     "metadata": _metadata,
@@ -302,7 +309,7 @@ _RULES: Final[dict[str, Rule]] = {
     **only("container"),
     **only("mcp_servers", []),
     **only("compaction"),
-    **only("thread"),
+    "thread": _thread,
     # Not Anthropic's:
     **copied("context", "cache", "cache_salt", "expect_version", "must_exist", "task"),
     **copied("seed", "min_p", "repetition_penalty"),
@@ -515,4 +522,6 @@ def _error_body(failure: Failure) -> dict[str, Any]:
         found = re.search(r"prompt of (\d+) tokens.* context is (\d+)", message)
         message = f"prompt is too long: {f'{found[1]} tokens > {found[2]} maximum' if found else message}"
     error = {"type": _ERROR_TYPES.get(failure.status, other), "message": message}
+    if "details" in failure.error:
+        error["details"] = failure.error["details"]
     return {"type": "error", "error": error, "request_id": failure.request_id}

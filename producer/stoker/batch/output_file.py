@@ -77,7 +77,9 @@ def is_cut_off(answer: Mapping[str, Any]) -> bool:
 
 
 _MAX_KINDS: Final = 50
-_HINTS: Final[Mapping[str, str]] = {"model_not_found": "--any-model, or --model-alias THEIRS=OURS, runs such lines"}
+_HINTS: Final[Mapping[str, str]] = {
+    "model_not_found": "--any-model, or --model-alias THEIRS=OURS, with another --out runs such lines"
+}
 
 
 class Causes:

@@ -33,6 +33,7 @@ class Progress:
         self._line = WaitLine(quiet=quiet)
         self._shown_at = float("-inf")
         self._samples: deque[tuple[float, int, int]] = deque()
+        self._paused_at: tuple[int, int, str | None] | None = None  # the counts and the note of the last line
 
     def __enter__(self) -> Self:
         return self
@@ -59,8 +60,9 @@ class Progress:
         text = self._text(now, n_succeeded, n_failed, note)
         if self._line.draws:
             self._draw((n_succeeded + n_failed) / max(1, self._total), text)
-        else:
+        elif not note or (n_succeeded, n_failed, note) != self._paused_at:
             click.echo(text, err=True)
+        self._paused_at = (n_succeeded, n_failed, note)
 
     def _draw(self, part: float, text: str) -> None:
         """On a narrow terminal the bar is omitted, then the end of the text."""
@@ -75,11 +77,11 @@ class Progress:
         while len(self._samples) > 2 and self._samples[0][0] < now - _RATE_OVER_S:
             self._samples.popleft()
         since, tokens, answers = self._samples[0]
-        if now > since:
+        if now > since and not note:
             parts.append(f"{(tally.completion_tokens - tokens) / (now - since):,.0f} tokens/s")
         if tally.prompt_tokens:
             parts.append(f"{100 * tally.cached_tokens / tally.prompt_tokens:.0f} % cached")
-        if tally.n_answers > answers and waiting:
+        if tally.n_answers > answers and waiting and not note:
             parts.append(f"{_duration(waiting * (now - since) / (tally.n_answers - answers))} left")
         return ", ".join(parts)
 

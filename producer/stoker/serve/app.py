@@ -157,7 +157,8 @@ async def _model(request: Request) -> Response:
 
 async def _root(request: Request) -> Response:
     """What listens here; clients also ask for it to see whether anything does."""
-    return Json({"name": "stoker serve", "endpoints": [*ENDPOINTS, "/v1/models", *HEALTH_PATHS, METRICS_PATH]})
+    others = ("/v1/models", FILES_PATH, _BATCHES_PATH)
+    return Json({"name": "stoker serve", "endpoints": [*ENDPOINTS, *others, *HEALTH_PATHS, METRICS_PATH]})
 
 
 async def _healthz(request: Request) -> Response:

@@ -28,7 +28,7 @@ def test_the_bar_moves(as_terminal):
     assert first.startswith("[--------------------]   0 %  0 done, 0 failed, 200 waiting")
     assert half.startswith("[##########----------]  50 %  90 done, 10 failed, 100 waiting")
     assert last.startswith("[####################] 100 %")
-    assert "0 waiting, nobody is there, " in last
+    assert last.rstrip().endswith("0 waiting, nobody is there")
 
 
 def test_a_line_for_people_gets_a_line_of_its_own(as_terminal):
@@ -66,3 +66,17 @@ def test_a_log_gets_a_line_every_few_seconds(capsys, monkeypatch):
         "0 done, 0 failed, 200 waiting",
         "50 done, 0 failed, 150 waiting, 100 tokens/s, 25 % cached, 30 s left",
     ]
+
+
+def test_a_log_names_a_pause_once_and_guesses_no_end_in_it(capsys, monkeypatch):
+    times = iter((100.0, 110.0, 120.0, 130.0))
+    monkeypatch.setattr("time.monotonic", lambda: next(times))
+    tally = Tally()
+    with Progress(200, tally) as lines:
+        lines.show(0, 0)
+        tally.n_answers = 10
+        for note in ("no server", "no server", None):
+            lines.show(10, 0, note)
+    first, pause, after = capsys.readouterr().err.splitlines()
+    assert (first, pause) == ("0 done, 0 failed, 200 waiting", "10 done, 0 failed, 190 waiting, no server")
+    assert after.endswith(" left")

@@ -165,6 +165,19 @@ def test_a_prompt_is_counted_without_an_answer(claude, hand):
     assert (last["max_tokens"], [message["content"] for message in last["messages"]]) == (0, ["s", "say x"])
 
 
+def test_the_tool_runner_of_anthropics_package_goes_on_without_a_thread(claude):
+    """It asks for one first, and sends the whole conversation where there is none."""
+
+    @anthropic.beta_tool
+    def look(city: str) -> str:
+        """Look at the sky."""
+        return city
+
+    said_last = {"role": "user", "content": "say sunny"}
+    runner = claude.beta.messages.tool_runner(model="m", max_tokens=9, messages=[said_last], tools=[look])
+    assert runner.until_done().content[0].text == "sunny"
+
+
 def test_a_session_is_a_hint_that_an_agent_makes_needless(claude, hand):
     def request(**headers):
         answer = ask(claude, "say x", metadata={"user_id": '{"session_id": "s1"}'}, extra_headers=headers)
@@ -188,5 +201,5 @@ def test_a_token_is_a_bearer_or_an_api_key(serve):
 
 def test_the_root_tells_what_listens_here_also_without_a_token(serve):
     url = serve(tokens=Tokens([("ann", "a" * 20)])).url
-    assert "/v1/messages" in httpx.get(url).json()["endpoints"]
+    assert {"/v1/messages", "/v1/batches"} <= set(httpx.get(url).json()["endpoints"])
     assert httpx.head(url).status_code == 200

@@ -107,6 +107,7 @@ def _run(settings: "WorkerSettings") -> None:
             queue.registration.on_shutdown = worker.request_stop
         worker.install_signal_handlers()
         worker.run()
+    log.info("stopped")
     if worker.is_still_loading():
         # All is closed. Python's own exit would wait for a download, and MLX aborts a process that ends under it.
         logging.shutdown()
