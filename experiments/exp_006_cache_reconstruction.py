@@ -22,6 +22,7 @@ from restores import (
     against_other_ways,
     five_restores,
     five_turns,
+    from_memory,
     measured,
     round_trips,
     taken_apart,
@@ -54,6 +55,10 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
             {"blocks": cell[0], "layers": cell[1], "bytes": by[cell]["bytes"], "target_ms": target}
             for cell, target in TARGETS_MS.items() if cell in by
         ],
+        "from_memory": [
+            from_memory(folder / "memory", blocks=blocks, layers=layers, rounds=4 if quick else 60)
+            for blocks, layers in ([(1, 12)] if quick else TARGETS_MS)
+        ],
         "fit": straight_line([cell["bytes"] for cell in cells], [cell["reconstruct_ms"]["p50"] for cell in cells]),
         "leak": leak,
         "padded": against_padded(folder, rounds=3 if quick else 100),
@@ -72,11 +77,14 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
         ),
     }  # fmt: skip
     compared = [row for part in (*found["ways"], found["library"]) for row in part["rows"]]
-    restored = [*cells, *found["gemma"], *compared, found["round_trip"]]
+    restored = [*cells, *found["from_memory"], *found["gemma"], *compared, found["round_trip"]]
     answers = [*found["direct"], found["turns"], found["round_trip"]]
     verdict = {
         "every_restored_byte_is_the_saved_one": all(row["exact"] for row in restored),
         "every_answer_is_the_one_without_cache": all(row["same_tokens"] for row in answers),
+        "p95_under_5_ms_at_32_blocks_48_layers_from_memory": any(
+            one["handed_over_ms"]["p95"] < 5.0 for one in found["from_memory"] if one["blocks"] == 32
+        ),
         "p95_under_5_ms_at_32_blocks_48_layers": (32, 48) in by and by[32, 48]["reconstruct_ms"]["p95"] < 5.0,
         "latency_is_linear_in_bytes": found["fit"]["r2"] >= LINEAR_R2,
         "no_leak": leak["growth_mb"] < leak["cell_mb"],
@@ -184,6 +192,11 @@ CELLS = {
     "extract, p95": "{extract_ms[p95]:.3g}", "round trip, p95": "{round_trip_ms[p95]:.3g}",
     "n of the last two": "{extract_ms[n]}",
 }  # fmt: skip
+FROM_MEMORY = {
+    "blocks": "{blocks}", "layers": "{layers}", "MB": "{mb}", "target p95, ms": "{target}",
+    "handed over, p50": "{handed_over_ms[p50]:.3g}", "p95": "{handed_over_ms[p95]:.3g}",
+    "copied, p50": "{copied_ms[p50]:.3g}", "copied, p95": "{copied_ms[p95]:.3g}", "n": "{copied_ms[n]}",
+}  # fmt: skip
 GEMMA = {
     "32 blocks x 48 layers": "{name}", "MB": "{mb}", "n": "{reconstruct_ms[n]}",
     "mean, ms": "{reconstruct_ms[mean]:.3g}", "p50": "{reconstruct_ms[p50]:.3g}", "p95": "{reconstruct_ms[p95]:.3g}",
@@ -212,6 +225,10 @@ def render(content: Json, results: Path) -> Report:
     return Report("cache reconstruction", number, {
         "summary": _summary(content),
         "targets": _targets(content),
+        "from memory": columns(
+            ({**_with_mb(one), "target": TARGETS_MS[one["blocks"], one["layers"]]} for one in content["from_memory"]),
+            FROM_MEMORY,
+        ),
         "cells": columns(map(_with_mb, content["cells"]), CELLS),
         "scaling": _scaling(content),
         "gemma": columns(map(_with_mb, content["gemma"]), GEMMA),
@@ -241,12 +258,14 @@ def _floor_ms(cell: Json) -> float:
 def _summary(content: Json) -> str:
     pairs = list(_with_target(content))
     met = sum(cell["reconstruct_ms"]["p95"] < target for _, cell, target in pairs)
-    beyond = sum(_floor_ms(cell) >= target for _, cell, target in pairs)
+    in_ram = {(one["blocks"], one["layers"]): one["handed_over_ms"]["p95"] for one in content["from_memory"]}
+    met_in_ram = sum(in_ram[cell] < target for cell, target in TARGETS_MS.items() if cell in in_ram)
     last = max(content["cells"], key=lambda cell: cell["bytes"])
     whole, held = content["gemma"]
     lines = [
-        f"{met} of the seed's {len(pairs)} latency targets are met here. {beyond} of them lie below one copy of the "
-        "bytes into memory in use: on this machine no restore could meet those.",
+        f"From memory, as the seed measures, {met_in_ram} of its {len(in_ram)} latency targets are met: p95 "
+        f"{_ms(max(in_ram.values()))} ms at 32 blocks of 48 layers, because the arrays are handed over. "
+        f"From files, {met} of {len(pairs)}: each byte is read and verified.",
         f"{last['blocks']} blocks of {last['layers']} layers ({_mb(last)} MB): p95 "
         f"{_ms(last['reconstruct_ms']['p95'])} ms; one copy of the bytes {_ms(_floor_ms(last))} ms.",
         f"Gemma 3 12B's 32 blocks: p95 {_ms(whole['reconstruct_ms']['p95'])} ms with every layer whole ({_mb(whole)} "

@@ -6,6 +6,7 @@ A turn follows a job's way through the worker (`bench.py`); no token ends it ear
 
 import mmap
 import resource
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,6 +30,7 @@ from xxhash import xxh3_128
 from stoker_worker.memory import blocks, lookup, store
 from stoker_worker.memory.blocks import BlockChain, CachePiece, read_metadata
 from stoker_worker.memory.lookup import n_readers
+from stoker_worker.memory.ram_cache import RamCacheEntry
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import Array, CompletedGeneration, LayerKV, SequenceCache
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, LayerKind, LayerSpec, ModelCacheSpec
@@ -80,6 +82,40 @@ def measured(saved: SavedAgent, n_tokens: int, limits: Limits) -> Json:
     for name, values in samples.items():
         cell[name] = percentiles(values) if name.endswith("_ms") else spread(values)
     return cell
+
+
+def from_memory(folder: Path, *, blocks: int, layers: int, rounds: int) -> Json:
+    """An agent's next turn while its cache is in RAM: from its prompt to caches that the model can go on in. The turn
+    before left its arrays there, with room for the next prompt.
+
+    Returns:
+        Milliseconds as `percentiles`: handed over, and copied because someone still reads the arrays.
+    """
+    from stoker_worker.engine.transfer import MlxRoom, slice_caches
+
+    n_tokens, samples = blocks * BLOCK_TOKENS, dict[str, list[float]]()
+    spec = smollm2_layers(layers)
+    with closing(AgentCacheStore(folder, memory_max_bytes=1 << 34)) as store:
+        saved = SavedAgent.save(store, spec, n_tokens)
+        chain_of_all = BlockChain(saved.model.fingerprint, None, saved.ids)
+        first = SequenceCache(n_tokens, saved.contents.layers).copied_into(MlxRoom(spec, n_tokens, BLOCK_TOKENS))
+        made = saved.caches(first)
+        del first
+        for number, way in in_turn(["handed_over_ms", "copied_ms"], rounds, warm_up=3):
+            cache = slice_caches(made, n_tokens, spec)
+            view = cache.layers[0] if way == "copied_ms" else None
+            store.ram_cache.put(saved.agent.agent_id, RamCacheEntry(saved.agent.number, chain_of_all, cache))
+            del made, cache
+            began = time.perf_counter()
+            made = saved.caches(saved.restore(n_tokens))
+            took = 1000 * (time.perf_counter() - began)
+            del view
+            if number >= 0:
+                samples.setdefault(way, []).append(took)
+        exact = saved.is_whole(made, n_tokens)
+    shutil.rmtree(folder)
+    return {"blocks": blocks, "layers": layers, "bytes": n_tokens * spec.bytes_per_token, "exact": exact,
+            **{way: percentiles(values) for way, values in samples.items()}}  # fmt: skip
 
 
 def _one_restore(saved: SavedAgent, n_tokens: int, samples: dict[str, list[float]]) -> float:
