@@ -60,11 +60,13 @@ def test_a_short_job_overtakes_long_ones_and_rq_sees_all_of_them_executing(produ
     long = [producer.submit(agent_id=f"long-{n}", prompt="x", **endless) for n in range(8)]
     with running_worker(redis_url, store, "--scripted-steps-per-s", "12") as worker:
         worker.wait_for(lambda: len(registries(connection)["started"]) == 8)
-        info = subprocess.run(
-            [sys.executable, "-m", "rq.cli", "info", "--url", redis_url], capture_output=True, text=True, check=True
-        ).stdout
-        assert "8 executing" in info, info
-        assert "busy" in info
+
+        def info() -> str:
+            command = [sys.executable, "-m", "rq.cli", "info", "--url", redis_url]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+        assert "8 executing" in info()
+        worker.wait_for(lambda: "busy" in info())  # written by the next heartbeat
         producer.submit(agent_id="short", prompt="x", max_tokens=10).result(timeout_s=30)
         assert {ticket.status().state for ticket in long} == {"started"}
         assert sorted(registries(connection)["started"]) == sorted(ticket.job_id for ticket in long)
