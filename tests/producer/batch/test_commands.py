@@ -479,10 +479,8 @@ def test_a_model_that_is_not_the_loaded_one_comes_with_the_options_that_help(bat
     somebody.played.finish = lambda job_id, text: somebody.played.fail(job_id, "ModelMismatch: not 'm'")
     somebody.begin()
     _, _, err = batch("run", "in.jsonl", "--out", "out.jsonl")
-    assert (
-        "line 1 failed: ModelMismatch: not 'm' (--any-model, or --model-alias THEIRS=OURS, with another --out runs such lines)"
-        in err
-    )
+    hint = "(--any-model, or --model-alias THEIRS=OURS, with another --out runs such lines)"
+    assert f"line 1 failed: ModelMismatch: not 'm' {hint}" in err
 
 
 def test_a_queue_without_a_worker_is_named(batch, tmp_path, monkeypatch):
