@@ -44,6 +44,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
         "num_key_value_heads": 2, "rope_theta": 1e6,
     },
+    "plain: llama": {
+        "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "rope_theta": 5e5, "max_position_embeddings": 131072,
+    },
+    "window: gemma3_text": {
+        "model_type": "gemma3_text", "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 512, "sliding_window_pattern": 3,
+        "query_pre_attn_scalar": 16, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+    },
+    "hybrid: falcon_h1": {
+        "model_type": "falcon_h1", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "head_dim": 16, "mamba_d_ssm": 32, "mamba_d_head": 8, "mamba_n_heads": 4,
+        "mamba_d_state": 16, "mamba_expand": 1, "max_position_embeddings": 16384, "rope_theta": 1e11,
+    },
     "tiny": {
         "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 8,

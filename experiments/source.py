@@ -14,6 +14,7 @@ MEASURED = {
     "014": (_WORKER,), "015": (_ENGINE,), "016": (_MEMORY,), "017": (_ENGINE,), "018": (_ENGINE,),
     "019": ("producer/stoker/batch", "shared/stoker_shared/trust.py"), "020": (_ENGINE,), "021": (_WORKER,),
     "022": (_ENGINE,), "023": (_ENGINE,), "024": (_WORKER,), "025": (_QUEUE, _PLACEMENT), "026": (_QUEUE, _PLACEMENT),
+    "027": (_ENGINE, _MEMORY),
 }  # fmt: skip
 """By an experiment's number: the paths whose behaviour its figures tell."""
 

@@ -40,6 +40,7 @@ NOT_RUN = {
     "exp_023_guides.py",
     "exp_024_soak.py",
     "exp_025_several_workers.py",
+    "exp_027_checkpoints.py",
 }
 """Their quick runs would only repeat tests of the worker and the engine, or other experiments."""
 
