@@ -7,9 +7,12 @@ second start finds them: a job's id is ``BATCH-LINE-DIGEST``, with a digest of t
 
 import hashlib
 import json
+import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Protocol, Self
 
 from stoker.api.endpoints import BATCH_URLS, ENDPOINTS
@@ -198,6 +201,36 @@ class InputChanged(Exception):
 
 BLANK: Final = ""
 """In place of a blank row's `custom_id`."""
+
+
+class SourceFile:
+    """A file that rows are read from, more than once.
+
+    Attributes:
+        file: open for reading bytes; closed by the owner of the rows.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """
+        Raises:
+            OSError: it cannot be read.
+            ValueError: it is not a regular file, so it could not be read a second time.
+        """
+        self.file = path.open("rb")
+        self._path = path
+        if not stat.S_ISREG(os.fstat(self.file.fileno()).st_mode):
+            self.file.close()
+            raise ValueError(f"{path} cannot be read twice; write its lines to a regular file first")
+        self._stamp = self._stat()
+
+    def require_unchanged(self) -> None:
+        """Raises `InputChanged` if the file has been written since it was opened."""
+        if self._stat() != self._stamp:
+            raise InputChanged(f"{self._path} was changed while it was read")
+
+    def _stat(self) -> tuple[int, int]:
+        found = os.fstat(self.file.fileno())
+        return found.st_size, found.st_mtime_ns
 
 
 class Rows(Protocol):

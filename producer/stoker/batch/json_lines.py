@@ -5,13 +5,11 @@ place where it begins.
 """
 
 import hashlib
-import os
-import stat
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
-from stoker.batch.input_file import BLANK, MAX_LINE_BYTES, BadLine, InputChanged, custom_id_of
+from stoker.batch.input_file import BLANK, MAX_LINE_BYTES, BadLine, SourceFile, custom_id_of
 
 
 class JsonLines:
@@ -24,15 +22,11 @@ class JsonLines:
             OSError: it cannot be read.
             ValueError: it is not a regular file, so it could not be read a second time.
         """
-        self._file = path.open("rb")
-        self._path = path
+        self._source = SourceFile(path)
+        self._file = self._source.file
         self._max_line_bytes = max_line_bytes
-        if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
-            self._file.close()
-            raise ValueError(f"{path} cannot be read twice; write its lines to a regular file first")
         self._starts = array("Q")
         self._digest = hashlib.sha256()
-        self._stamp = self._stat()
 
     @property
     def digest(self) -> str:
@@ -54,17 +48,12 @@ class JsonLines:
                 yield custom_id_of(len(self._starts), raw) if raw.strip() else BLANK
 
     def row(self, number: int) -> bytes:
-        if self._stat() != self._stamp:
-            raise InputChanged(f"{self._path} was changed while it was read")
+        self._source.require_unchanged()
         self._file.seek(self._starts[number - 1])
         raw = self._file.readline(self._max_line_bytes + 1)
         if len(raw) > self._max_line_bytes:
             raise BadLine(number, None, "invalid_json_line", f"over {self._max_line_bytes} bytes")
         return raw
-
-    def _stat(self) -> tuple[int, int]:
-        found = os.fstat(self._file.fileno())
-        return found.st_size, found.st_mtime_ns
 
     def _skip_line(self) -> int:
         skipped = 0

@@ -6,8 +6,6 @@ back costs reading from the beginning of a row group.
 
 import hashlib
 import json
-import os
-import stat
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -19,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stoker.api.chat import CHAT_URL
-from stoker.batch.input_file import MAX_LINE_BYTES, BadLine, InputChanged, fingerprint_of, usable_custom_id
+from stoker.batch.input_file import MAX_LINE_BYTES, BadLine, SourceFile, fingerprint_of, usable_custom_id
 from stoker.batch.prompts import PLACE, Prompts
 from stoker_shared.errors import RequestTooLarge
 from stoker_shared.job_data import read_json
@@ -47,11 +45,9 @@ class ParquetRows:
         """
         self._path = path
         self._prompts = prompts
-        self._file = path.open("rb")
+        self._source = SourceFile(path)
+        self._file = self._source.file
         try:
-            if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
-                raise ValueError(f"{path} cannot be read twice; write its rows to a regular file first")
-            self._stamp = self._stat()
             self._parquet = self._opened()
             self.schema: pa.Schema = self._parquet.schema_arrow.remove_metadata()
             self._asked = self._column_of(column)
@@ -85,7 +81,7 @@ class ParquetRows:
             yield from map(_id_of, batch.column(0).to_pylist())
 
     def row(self, number: int) -> bytes:
-        self._require_unchanged()
+        self._source.require_unchanged()
         if not self._first <= number < self._first + len(self._rows):
             self._go_to(number)
         row = self._rows[number - self._first]
@@ -108,7 +104,7 @@ class ParquetRows:
         """
         try:
             for batch in self._parquet.iter_batches(_AT_ONCE, row_groups=groups, columns=columns, use_threads=False):
-                self._require_unchanged()
+                self._source.require_unchanged()
                 yield batch
         except pa.ArrowException as error:
             raise OSError(f"{self._path} cannot be read: {error}") from None
@@ -151,14 +147,6 @@ class ParquetRows:
             return pq.ParquetFile(self._file, pre_buffer=False, buffer_size=_BUFFER_BYTES)
         except pa.ArrowException as error:
             raise ValueError(f"{self._path} is no Parquet file: {error}") from None
-
-    def _require_unchanged(self) -> None:
-        if self._stat() != self._stamp:
-            raise InputChanged(f"{self._path} was changed while it was read")
-
-    def _stat(self) -> tuple[int, int]:
-        found = os.fstat(self._file.fileno())
-        return found.st_size, found.st_mtime_ns
 
 
 def _id_of(value: object) -> str | None:

@@ -71,7 +71,7 @@ def test_nothing_is_shared_across_salts(layout, other):
     assert [end.cached_tokens for end in done] == [0, 0]
 
 
-def test_the_others_go_on_when_the_first_is_cancelled_in_its_prefill(layout):
+def assert_go_on_without_the_first(layout):
     works = crowd(random.Random(5), n=4)
     engine = layout.engine(prefill_tokens=32)
     uids = [engine.submit(one) for one in works]
@@ -83,6 +83,10 @@ def test_the_others_go_on_when_the_first_is_cancelled_in_its_prefill(layout):
     done = [ended[uid] for uid in uids[1:]]
     assert_right(layout, works[1:], done)
     assert prefilled(done, works[1:]) < SYSTEM + 3 * 41
+
+
+def test_the_others_go_on_when_the_first_is_cancelled_in_its_prefill(layout):
+    assert_go_on_without_the_first(layout)
 
 
 @pytest.fixture(scope="module", params=["gemma3_text", "qwen3_next", "mamba2"])
@@ -106,14 +110,4 @@ def test_prompts_of_a_model_that_cannot_be_cut_prefill_one_beginning_once(cut_no
 
 
 def test_sequences_that_wait_for_a_state_go_on_without_it_when_the_first_is_cancelled(cut_nowhere):
-    works = crowd(random.Random(7), n=4)
-    engine = cut_nowhere.engine(prefill_tokens=32)
-    uids = [engine.submit(one) for one in works]
-    engine.step()
-    engine.cancel(uids[0])
-    ended = {}
-    while engine.in_flight:
-        ended |= {end.uid: end for end in engine.step()}
-    done = [ended[uid] for uid in uids[1:]]
-    assert_right(cut_nowhere, works[1:], done)
-    assert prefilled(done, works[1:]) < SYSTEM + 3 * 41
+    assert_go_on_without_the_first(cut_nowhere)

@@ -165,7 +165,6 @@ def slice_caches(caches: list[Any], n_tokens: int, spec: ModelCacheSpec) -> Sequ
     ]
     mx.eval(pairs)
     room = MlxRoom(spec, n_tokens, 0, pairs)
-    del pairs
     layers = tuple((keys[:, :n_tokens], values[:, :n_tokens]) for keys, values in room.layers())
     return SequenceCache(n_tokens, layers, room=room)
 

@@ -59,7 +59,7 @@ from stoker_worker.queue.client import as_redis_unavailable, lua, may_pass
 from stoker_worker.queue.in_flight import JobsInFlight
 from stoker_worker.queue.json_job import OF_THE_RUN, JobRun, JsonJob, raw
 from stoker_worker.queue.lease import Lease
-from stoker_worker.queue.ownership import End, EndedNote, How, Ownership
+from stoker_worker.queue.ownership import EndedNote, How, Ownership, RunEnd
 from stoker_worker.queue.progress import JobStreams, ProgressMeta, read_meta, without_progress
 from stoker_worker.queue.registration import RqRegistration
 
@@ -365,7 +365,7 @@ class JobFinish:
         note = self._note("finished", run)
         is_noted = ttl_s == 0 or bool(note.rate_limit)
         commands = partial(self._success, run, result, verdict, ttl_s)
-        self._end(run, End(note, commands, is_noted, kept_s=ttl_s if ttl_s > 0 else None))
+        self._end(run, RunEnd(note, commands, is_noted, kept_s=ttl_s if ttl_s > 0 else None))
 
     def fail(self, run: JobRun, error: Exception, *, partial_text: str | None = None, may_retry: bool = True) -> None:
         """
@@ -393,9 +393,9 @@ class JobFinish:
             OwnershipLost: the run is not ours (any more).
         """
         note = EndedNote("moved", member=self.ownership.member)
-        self._end(run, End(note, lambda: [*move(run, verdict, to), *self._removed(run)], is_noted=True))
+        self._end(run, RunEnd(note, lambda: [*move(run, verdict, to), *self._removed(run)], is_noted=True))
 
-    def _end(self, run: JobRun, end: End) -> None:
+    def _end(self, run: JobRun, end: RunEnd) -> None:
         if run.job.has_ended:
             raise OwnershipLost(f"job {run.job.id} has ended already")
         note = self.ownership.end(run, end)
@@ -409,7 +409,7 @@ class JobFinish:
         commands = partial(self._failure, run, how, reason, partial_text)
         kept_s = rq_job.failure_ttl if rq_job.failure_ttl and rq_job.failure_ttl > 0 else None
         try:
-            self._end(run, End(self._note(how, run), commands, is_noted=True, kept_s=kept_s))
+            self._end(run, RunEnd(self._note(how, run), commands, is_noted=True, kept_s=kept_s))
         except StokerError:
             raise
         except Exception as error:  # the keys of a job may hold anything, and have any type

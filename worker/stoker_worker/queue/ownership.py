@@ -71,7 +71,7 @@ Commands = Sequence[Sequence[Any]]
 
 
 @dataclass(frozen=True)
-class End:
+class RunEnd:
     """What ends a run.
 
     Attributes:
@@ -87,7 +87,7 @@ class End:
     kept_s: int | None = None
 
 
-_NO_END: Final = End(EndedNote("finished"), tuple, is_noted=False)
+_NO_END: Final = RunEnd(EndedNote("finished"), tuple, is_noted=False)
 
 
 class Ownership:
@@ -114,7 +114,7 @@ class Ownership:
         found = self._asked(run, _NO_END, FIELD_SAVING if saves else "")
         return "ours" if found == "ours" else "lost" if found == "lost" else "ended"
 
-    def end(self, run: JobRun, end: End) -> EndedNote | None:
+    def end(self, run: JobRun, end: RunEnd) -> EndedNote | None:
         """End a run, or find that this worker has ended it so before; the note if something is left to do.
 
         Raises:
@@ -127,7 +127,7 @@ class Ownership:
             raise OwnershipLost(f"job {run.job.id} is no longer this worker's, or has ended already")
         return note
 
-    def _asked(self, run: JobRun, end: End, field: str) -> str:
+    def _asked(self, run: JobRun, end: RunEnd, field: str) -> str:
         job, execution = run.job, run.execution
         keys = [*self._keys(run), ENDED_KEY.format(queue=job.origin), job.dependents_key]
         started_at = utcformat(job.started_at) if job.started_at else ""
