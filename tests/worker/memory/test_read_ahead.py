@@ -227,12 +227,15 @@ def test_an_agent_that_did_not_fit_is_tried_again_and_a_smaller_one_passes_it(
     assert in_ram(store, "abc") == "a"
 
 
+@pytest.mark.parametrize(("model", "n_tokens"), [(MODEL, 430), (with_rooms(MODEL), 804)])
 def test_an_agent_that_does_not_fit_is_looked_up_once(
-    opened: Callable[..., AgentCacheStore], monkeypatch: pytest.MonkeyPatch
+    opened: Callable[..., AgentCacheStore], monkeypatch: pytest.MonkeyPatch, model: LoadedModel, n_tokens: int
 ) -> None:
-    """The order changes with each claim, and a conversation may be long."""
+    """The order changes with each claim, and a conversation may be long. 804 tokens would do for two without the room
+    for their next turns."""
     say_all(opened(), "abc")
-    store, find, looked_up = opened(ROOM), WholeCache.find, list[str]()
+    store, find, looked_up = opened(n_tokens * SPEC.bytes_per_token), WholeCache.find, list[str]()
+    store.model_loaded(model)
     store._read_ahead._fills = False
 
     def counted(parts: Any, agent_id: str, model: LoadedModel | None) -> WholeCache | None:

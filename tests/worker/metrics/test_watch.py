@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parents[3]
 DOCKER, PAGE = ROOT / "docker", ROOT / "docs" / "metrics.md"
 
 SERVING = Serving("m", 4096, "in rows", 8, "given")
-STORE = StoreUse(100, 1000, 2**30, 2**31, 10, 50, SharedUse(0.0, 7, 8))
+STORE = StoreUse(100, 1000, 2**30, 2**31, 10, 50)
+SHARED = SharedUse(0.0, 7, 8)
 WAITING = QueueDepth("generate", 3, 1.5)
 REDIS = RedisUse({"misspelt": 2}, dict.fromkeys(REDIS_SERVER, 1.0))
 
@@ -53,13 +54,13 @@ def everything():
     watch = Watch()
     watch.metrics.failed(ValueError())
     watch.metrics.answered({"cache": {"miss_reason": "evicted"}})
-    return families(watch, Look(state(), STORE, [WAITING], REDIS))
+    return families(watch, Look(state(), STORE, [WAITING], REDIS, shared=SHARED))
 
 
 def test_the_figures_of_a_worker_are_shown():
     watch = Watch()
     watch.metrics.answered({})
-    samples = parsed(watch, Look(state(), STORE, [WAITING], REDIS))
+    samples = parsed(watch, Look(state(), STORE, [WAITING], REDIS, shared=SHARED))
     assert samples["stoker_num_requests_running",] == 3
     assert samples["stoker_batch_occupancy_ratio",] == 3 / 8
     assert samples["stoker_num_requests_waiting", "generate"] == 3

@@ -152,7 +152,8 @@ def _progress(tickets: Sequence[Ticket], log: Path) -> Group:
         table.add_row(agent_id, status.stage or status.state, tokens)
     if any(status.state != "queued" for status in statuses):
         return Group(table)
-    does = (log.read_text().splitlines() or ["it starts"])[-1].split(maxsplit=4)[-1]
+    lines = [line for line in log.read_text().splitlines() if line.strip()]
+    does = lines[-1].split(maxsplit=4)[-1] if lines else "it starts"
     return Group(table, Text(f"worker's log: {does}", style="dim", no_wrap=True, overflow="ellipsis"))
 
 

@@ -94,15 +94,15 @@ def add_blocks(connection: Connection, chain: BlockChain, sizes: Mapping[int, in
 
 def add_checkpoints(connection: Connection, chain: BlockChain, sizes: Mapping[int, int], *, now: float) -> None:
     """Enter checkpoints: allocated bytes by the index of their block in `chain`. One saves the tokens since the
-    checkpoint before it."""
+    checkpoint before it. Those that are known keep the number of their uses."""
     for index, n_bytes in sorted(sizes.items()):
         known = _bytes_of(connection, chain.addresses[index])
         if known is not None:  # else the block has been removed meanwhile, and its checkpoint is an orphan
             others = (n for n in range(index - 1, -1, -1) if (_bytes_of(connection, chain.addresses[n]) or (0, 0))[1])
             saves = (index - next(others, -1)) * BLOCK_TOKENS
             sql = (
-                "UPDATE blocks SET checkpoint_bytes = ?, checkpoint_saves = ?, checkpoint_uses = 0, checkpoint_used = ?"
-                " WHERE address = ?"
+                "UPDATE blocks SET checkpoint_bytes = ?, checkpoint_saves = ?, checkpoint_used = ?,"
+                " checkpoint_uses = CASE WHEN checkpoint_bytes > 0 THEN checkpoint_uses ELSE 0 END WHERE address = ?"
             )
             connection.execute(sql, (n_bytes, saves, now, bytes.fromhex(chain.addresses[index])))
             count_bytes(connection, n_bytes - known[1])

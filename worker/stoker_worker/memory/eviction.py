@@ -82,7 +82,10 @@ class Notes:
 
     def resumed(self, block: str) -> None:
         """A prompt went on from the checkpoint of the block of this address."""
-        self._keep(("resumed", block), partial(cache_index.touch_checkpoint, address=block, used_at=time.time()))
+        # Each counts.
+        self._keep(
+            ("resumed", block, object()), partial(cache_index.touch_checkpoint, address=block, used_at=time.time())
+        )
         self._write_if_many()
 
     def ended(self, agent_id: str, delivery: bytes, until: float) -> None:

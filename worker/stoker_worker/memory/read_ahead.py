@@ -243,6 +243,8 @@ class ReadAhead:
         if entry is None:
             self._note_size(agent_id, 0)
         elif not self._ram_cache.reserve(entry.n_bytes):  # with the room for the next turn
+            self._note_size(agent_id, entry.n_bytes)
+            self._fills = self._fills and is_next
             return None
         return entry
 

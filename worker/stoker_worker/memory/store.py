@@ -374,7 +374,6 @@ class AgentCacheStore(CacheStorePort):
             disk_size_bytes=disk.total,
             ram_bytes=self.ram_cache.n_bytes,
             ram_max_bytes=self.ram_cache.max_bytes,
-            shared=self.shared_use(),
         )
 
     def start_upkeep(self) -> None:

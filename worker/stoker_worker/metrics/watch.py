@@ -133,6 +133,8 @@ class _Shown(Collector):
             yield from _kv_memory(look.state.kv)
         if isinstance(look.store, StoreUse):
             yield from _store(look.store)
+        if look.shared is not None:
+            yield from _shared_store(look.shared)
         yield from self._redis()
         if look.redis is not None:
             yield from _redis_server(look.redis)
@@ -197,12 +199,12 @@ def _store(store: StoreUse) -> Iterator[Metric]:
     yield _gauge("store_disk_bytes", "Size of the store's file system.", store.disk_size_bytes)
     yield _gauge("ram_cache_bytes", "Bytes of agents' caches in RAM.", store.ram_bytes)
     yield _gauge("ram_cache_max_bytes", "The limit of that.", store.ram_max_bytes)
-    if (shared := store.shared) is not None:
-        yield _gauge("shared_store_up", "1 if the shared store answers; only if there is one.", not shared.away_s)
-        yield _counter(
-            "shared_store_written_bytes", "Bytes of caches written to the shared store.", shared.written_bytes
-        )
-        yield _counter("shared_store_read_bytes", "Bytes of caches read from the shared store.", shared.read_bytes)
+
+
+def _shared_store(shared: SharedUse) -> Iterator[Metric]:
+    yield _gauge("shared_store_up", "1 if the shared store answers; only if there is one.", not shared.away_s)
+    yield _counter("shared_store_written_bytes", "Bytes of caches written to the shared store.", shared.written_bytes)
+    yield _counter("shared_store_read_bytes", "Bytes of caches read from the shared store.", shared.read_bytes)
 
 
 def _redis_server(redis: RedisUse) -> Iterator[Metric]:

@@ -117,8 +117,7 @@ class SharedUse:
 
 @dataclass(frozen=True)
 class StoreUse:
-    """Sizes in bytes. `disk_free_bytes` and `disk_size_bytes` are of the store's file system. `shared`: if there is a
-    shared store."""
+    """Sizes in bytes. `disk_free_bytes` and `disk_size_bytes` are of the store's file system."""
 
     disk_bytes: int
     disk_max_bytes: int
@@ -126,7 +125,6 @@ class StoreUse:
     disk_size_bytes: int
     ram_bytes: int
     ram_max_bytes: int
-    shared: SharedUse | None = None
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def check_block(path: Path, model: str, address: str) -> str:
 
 
 def check_checkpoint(path: Path, model: str, address: str) -> None:
-    """True if the file is the checkpoint of the block of this address, as `check_block`. Raises the same."""
+    """Check that the file is the checkpoint of the block of this address. Raises as `check_block`."""
     metadata = read_intact(path)
     expected = {"kind": "snapshot", "parent": address, "token_ids": ""}
     if {field: metadata.get(field) for field in expected} != expected:
