@@ -1,13 +1,12 @@
 """Rows of a text file with one prompt on each line. Implements `Rows`."""
 
-import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Final
 
 from stoker.api.chat import CHAT_URL
-from stoker.batch.input_file import BLANK, BadLine
+from stoker.batch.input_file import BLANK, BadLine, fingerprint_of
 from stoker.batch.json_lines import JsonLines
 
 MAX_TOKENS: Final = 1024
@@ -60,7 +59,7 @@ class PromptLines:
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(json.dumps([self._lines.digest, asdict(self._prompts)]).encode()).hexdigest()
+        return fingerprint_of(self._lines.digest, asdict(self._prompts))
 
     def close(self) -> None:
         self._lines.close()
@@ -70,7 +69,11 @@ class PromptLines:
             yield BLANK if custom_id == BLANK else str(number)
 
     def row(self, number: int) -> bytes:
-        raw = self._lines.row(number)
+        try:
+            raw = self._lines.row(number)
+        except BadLine as error:
+            error.custom_id = str(number)
+            raise
         try:
             prompt = raw.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError:

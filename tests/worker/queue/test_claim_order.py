@@ -74,6 +74,16 @@ def test_after_a_crash_the_quarantined_jobs_of_every_queue_run_first_one_after_a
     assert ids(claim(queue)) == urgent
 
 
+def test_an_id_in_two_queues_runs_once_at_a_time(producer, opened):
+    queue = opened()
+    [job_id] = submit(producer, None)
+    queue._connection.rpush("rq:queue:high", job_id)
+    (job,) = claim(queue)
+    assert claim(queue, running=[job]) == []
+    finish(job, {})
+    assert claim(queue) == []
+
+
 def test_a_quarantined_job_runs_alone_soon_though_a_higher_queue_never_runs_empty(
     connection, producer, opened, monkeypatch
 ):

@@ -6,7 +6,7 @@ import time
 import zlib
 
 import pytest
-from redis.exceptions import NoPermissionError
+from redis.exceptions import RedisError
 from rq.job import Job
 from rq.serializers import JSONSerializer
 from rq.webhook import Webhook
@@ -190,17 +190,26 @@ def test_a_key_that_changes_its_type_while_the_job_runs_keeps_no_other_without_a
     assert connection.hget(claimed["good"].run.execution.key, "last_heartbeat") != b"0"
 
 
-def test_a_right_that_the_worker_lacks_fails_no_job(connection, queue, enqueue, monkeypatch):
+@pytest.mark.parametrize("command", ["memory", "zadd"])
+def test_a_right_that_the_worker_lacks_fails_no_job(connection, queue, enqueue, command):
     enqueue("good")
-    denied = NoPermissionError("NOPERM this user has no permissions to run the 'hset' command")
-
-    def refuse(*arguments, **options):
-        raise denied
-
-    with monkeypatch.context() as patch:
-        patch.setattr(queue._claim_order.claimers["generate"], "_claim", refuse)
-        with pytest.raises(NoPermissionError):
+    connection.execute_command("ACL", "SETUSER", "default", f"-{command}")
+    try:
+        with pytest.raises(RedisError):
             queue.claim(8, Busy())
+    finally:
+        connection.execute_command("ACL", "SETUSER", "default", f"+{command}")
+    assert play(queue, connection) == ["good"]
+
+
+def test_a_server_without_memory_fails_no_job(connection, queue, enqueue):
+    enqueue("good")
+    connection.config_set("maxmemory", 1)
+    try:
+        with pytest.raises(RedisUnavailable):
+            queue.claim(8, Busy())
+    finally:
+        connection.config_set("maxmemory", 0)
     assert play(queue, connection) == ["good"]
 
 

@@ -49,8 +49,6 @@ def test_rqs_tools_see_a_worker_no_longer_than_its_lease_lasts(connection, queue
     assert max(left_ms) - min(left_ms) < 1000
     connection.delete(f"rq:worker:{name}")  # like after its expiry
     assert Worker.all(connection=connection) == []
-    queue._registration.settle_state(is_busy=False)
-    assert not connection.exists(f"rq:worker:{name}")
 
 
 def test_a_heartbeat_registers_a_paused_worker_again_after_rqs_tools_removed_it(connection, queue, producer):

@@ -120,6 +120,16 @@ def test_progress_never_overwrites_a_newer_meta_of_the_producer(connection, prod
     assert connection.hget(f"rq:job:{job_id}", "meta") == b'{"mine": 1}'
 
 
+def test_a_meta_that_grew_while_the_job_ran_stays_at_its_end(connection, producer, queue):
+    job_id = submit(producer)
+    (job,) = claim(queue)
+    queue.withdrawn({job_id: SequenceProgress("decode", 7, 3.0)})
+    grown = json.dumps({"mine": "x" * 40_000})
+    connection.hset(f"rq:job:{job_id}", "meta", grown)
+    finish(job, RESULT)
+    assert connection.hget(f"rq:job:{job_id}", "meta") == grown.encode()
+
+
 def test_unchanged_progress_is_not_written_again(connection, producer, queue):
     job_id = submit(producer)
     (_job,) = claim(queue)

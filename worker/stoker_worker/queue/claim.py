@@ -142,6 +142,7 @@ class Claimer:
         self._worker_name = registration.name
         self._about = json.dumps(_about(queue_name, lease, placement, registration))
         self._claim = connection.register_script(FRAGMENT + lua("fields", "claim"))
+        self._drop = connection.register_script(lua("drop"))
         self._view = QueueView(connection, queue_name, is_at_hand, is_shared=bool(lease.shared))
         self.waiting = self._view.waiting
         self._passed_at: dict[str, float] = {}
@@ -171,8 +172,8 @@ class Claimer:
         return self._elsewhere
 
     def drop(self, job_id: str) -> None:
-        """Take an id that names no job to run out of the queue."""
-        self._connection.lrem(self._key, 1, raw(job_id))  # type: ignore[arg-type]
+        """Take the id of a job that runs out of the queue."""
+        self._drop(keys=[self._key, raw(Job.key_for(job_id))], args=[raw(job_id)])
         self.waiting.discard(job_id)
 
     def agents(self) -> frozenset[str]:
@@ -491,7 +492,8 @@ class ClaimOrder:
         busy = replace(busy, job_ids=frozenset([*self._repeated_ids, *elsewhere]))
         for name, claimer in self.claimers.items():
             if len(claimed) < room:
-                beside = busy.beside(job.memory_use for job in claimed)
+                ids = busy.job_ids.union(job.job_id for job in claimed)  # an id may be in two queues
+                beside = replace(busy, job_ids=ids).beside(job.memory_use for job in claimed)
                 for granted in claimer.claim(room - len(claimed), beside):
                     self._start(name, granted, busy, claimed)
         self.has_unread = any(claimer.has_unread for claimer in self.claimers.values())

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, Final, Literal, TypeVar, cast
+from typing import Any, Final, Literal, cast
 
 from redis import Redis
 from redis.client import Pipeline
@@ -78,7 +78,6 @@ FOREIGN_ID: Final = InvalidRequest(
 # A key of another type, a number that is none, a time that no clock reaches. Other replies are about the server, as a
 # right that is missing, and are no job's fault.
 _OF_THE_DATA: Final = re.compile(r"\bWRONGTYPE\b|\b(hash )?value is (not|out of)\b|\binvalid expire\b")
-Q = TypeVar("Q", bound=Queue)
 
 Outcome = Literal["requeued", "waits", "ended"]
 
@@ -363,7 +362,7 @@ class JobFinish:
         """
         ttl_s = run.job.get_result_ttl(DEFAULT_RESULT_TTL_S)
         note = self._note("finished", run)
-        is_noted = ttl_s == 0 or bool(note.rate_limit)
+        is_noted = ttl_s == 0 or bool(note.rate_limit) or bool(run.job.repeats_left)
         commands = partial(self._success, run, result, verdict, ttl_s)
         self._end(run, RunEnd(note, commands, is_noted, kept_s=ttl_s if ttl_s > 0 else None))
 

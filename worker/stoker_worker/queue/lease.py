@@ -43,7 +43,7 @@ return 1
 
 FENCE_KEPT_S: Final = 30 * 86_400
 """Names and stores that are used once, as by containers, would fill the server otherwise. Whoever sleeps for longer
-finds that its executions and claimed ids are gone."""
+finds that its executions are gone."""
 
 _RETRY_S: Final = 0.05
 _LOOK_S: Final = 1.0

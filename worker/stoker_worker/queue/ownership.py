@@ -27,7 +27,7 @@ from stoker_shared.errors import JobLost, OwnershipLost
 from stoker_shared.job_data import unpacked
 from stoker_shared.wire import ENDED_KEY, FIELD_SAVING
 from stoker_worker.queue.client import lua
-from stoker_worker.queue.json_job import OF_THE_RUN, JobRun, JsonJob, delivery_stamp, hash_of
+from stoker_worker.queue.json_job import MOST_BYTES, OF_THE_RUN, JobRun, JsonJob, delivery_stamp, hash_of
 from stoker_worker.queue.lease import Lease
 
 How = Literal["finished", "failed", "stopped", "moved"]
@@ -133,9 +133,10 @@ class Ownership:
         started_at = utcformat(job.started_at) if job.started_at else ""
         about = [*self.lease.args, execution.composite_key, self.lease.worker_name, started_at, field]
         for _ in range(_LOOKS):
+            meta = job.raw_meta  # the fetcher may show progress meanwhile
             words = [word for command in end.commands() for word in (len(command), *command)]
             kept_s = "" if end.kept_s is None else end.kept_s
-            args = [*about, job.raw_meta, end.note.head(), int(end.is_noted), kept_s, *words]
+            args = [*about, meta, MOST_BYTES, end.note.head(), int(end.is_noted), kept_s, *words]
             reply = self._end(keys=keys, args=args)
             if isinstance(reply, list):
                 job.raw_meta = reply[1]

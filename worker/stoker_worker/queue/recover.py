@@ -10,7 +10,7 @@ that died just after it popped an id, or a tool of an old RQ that removed a star
 `redis-cli`. They are looked for when the worker starts and then rarely, one page per step: the ids in the queues first,
 then the job hashes. An enqueue or a claim of a job that is in no queue may be under way, so it is looked at again a
 minute later. A script puts it back if it has not changed by then, and is in no list and no registry, and no member has
-claimed or started it.
+started it.
 """
 
 import logging

@@ -1,6 +1,7 @@
 """This worker as RQ's own tools see it: its hash, its heartbeats, the commands sent to it.
 
-Owns the registration and the thread of RQ's commands. Main thread; the heartbeat and finisher threads write through it.
+Owns the registration and the thread of RQ's commands. Main thread; the heartbeat writes
+through it, and finishers count.
 """
 
 import json
@@ -23,7 +24,7 @@ from rq.utils import now, utcformat
 from rq.worker import BaseWorker
 from rq.worker.base import WorkerStatus
 
-from stoker_shared.wire import DEFAULT_RESULT_TTL_S, WORKER_KEY
+from stoker_shared.wire import WORKER_KEY
 from stoker_worker.periodic import Periodic
 from stoker_worker.ports import Serving
 from stoker_worker.process_identity import ProcessIdentity
@@ -53,8 +54,8 @@ def member_of(worker_name: str) -> str:
 class RqRegistration(BaseWorker):
     """An RQ worker with many executions and no loop of its own.
 
-    RQ's `BaseWorker` registers us, writes our hash and holds the transactions that end a job, so that `rq info` and
-    every dashboard show what is true. Its loop, its fork, its signal handlers and its `executions` are not used.
+    RQ's `BaseWorker` registers us and writes our hash, so that `rq info` and every dashboard show
+    what is true. Its loop, its fork, its signal handlers and its `executions` are not used.
     """
 
     pubsub_thread: Any  # RQ's types know it as `None` only
@@ -85,7 +86,6 @@ class RqRegistration(BaseWorker):
             job_class=JsonJob,
             serializer=JSONSerializer,
             worker_ttl=max(1, int(worker_ttl_s)),  # RQ's time limit for replies follows from it
-            default_result_ttl=DEFAULT_RESULT_TTL_S,
             job_monitoring_interval=max(1, int(heartbeat_s)),
             log_job_description=False,  # a plain producer's description holds its prompt
         )
@@ -95,7 +95,6 @@ class RqRegistration(BaseWorker):
         self._process = ProcessIdentity.of_this_process()
         self.execution_ttl_s = execution_ttl_s
         self._beat_script = connection.register_script(lua("beat"))
-        self.log_result_lifespan = False
         self.log = logging.getLogger("stoker_worker.rq")
         self.on_shutdown: Callable[[], None] | None = None
         self._counting = threading.Lock()
@@ -141,6 +140,7 @@ class RqRegistration(BaseWorker):
             connection: the heartbeat's own.
         """
         self.last_heartbeat = now()
+        self._state = WorkerStatus.BUSY if self.in_flight else WorkerStatus.IDLE
         with connection.pipeline() as pipeline:
             pipeline.hset(self.key, mapping=self.serialize() | {"state": self.get_state()} | self._counts())
             pipeline.pexpire(self.key, self._ttl_ms)
@@ -174,9 +174,11 @@ class RqRegistration(BaseWorker):
     def count_end(self, job: Job, how: str) -> None:
         """Count a run that has ended; the next beat shows it. Any thread."""
         with self._counting:
+            if how == "moved":
+                return
             if how == "finished":
                 self.successful_job_count += 1
-            elif how != "moved":
+            else:
                 self.failed_job_count += 1
             if job.started_at and job.ended_at:
                 self.total_working_time += (job.ended_at - job.started_at).total_seconds()
@@ -214,7 +216,3 @@ class RqRegistration(BaseWorker):
             return
         log.debug("no commands for a moment: %s", type(exc).__name__)  # the log has the outage from other threads
         self._is_unsubscribing.wait(1.0)
-
-    def settle_state(self, *, is_busy: bool) -> None:
-        """The next beat shows it."""
-        self._state = WorkerStatus.BUSY if is_busy else WorkerStatus.IDLE

@@ -113,7 +113,6 @@ class RqQueue(QueuePort):
             self._claim_order.claim(limit, busy, claimed)
             self._in_doubt = False
             self._note_suspension()
-            self._registration.settle_state(is_busy=len(self._in_flight) > 0)
             self._claim_order.look_around()
         except Exception as error:
             if not claimed:

@@ -1,11 +1,11 @@
 -- After placement.lua and fields.lua. Claims jobs and starts them: RQ's `dequeue`, `prepare_execution` and
 -- `prepare_job_execution` in one step. A job waits or is started, never between.
 --
--- KEYS: the queue, this member's lease, the operator's suspension. ARGV: what stays the same, as `Claimer` gives it; the lease's value; how many to
--- claim at most; the time as RQ writes it, in seconds, and as executions have it. Then for each id the end from which it
--- is looked for (walking past 50,000 others takes the server a millisecond), the id, its use (empty for a job without an
--- agent, else `w` or `r`, `1` if this worker's patience with the job is over, else `0`, and the agent), and the id that
--- its execution gets.
+-- KEYS: the queue, this member's lease, the operator's suspension. ARGV: what stays the same, as `Claimer` gives it; the
+-- lease's value; how many to claim at most; the time as RQ writes it, in seconds, and as executions have it. Then for
+-- each id the end from which it is looked for (walking past 50,000 others takes the server a millisecond), the id, its
+-- use (empty for a job without an agent, else `w` or `r`, `1` if this worker's patience with the job is over, else `0`,
+-- and the agent), and the id that its execution gets.
 --
 -- For each id, until so many are claimed, the reply has four parts: the verdict, the worker that made its agent's newest
 -- version, that version's number, and the job's fields. `claimed`: it is ours. `held`, `stale`: as in `placement.lua`.
@@ -27,6 +27,10 @@ local function decide(id, agent, mode, is_impatient)
     return 'passed', maker, number
   end
   return 'claimed', maker, number
+end
+
+local function is_of_type(fault)
+  return string.find(type(fault) == 'table' and fault.err or fault, 'WRONGTYPE', 1, true) ~= nil
 end
 
 local function is_in(registry, id) -- any producer can write a registry of another type, if there is none yet
@@ -56,6 +60,7 @@ end
 local function start(id, from, execution_id)
   local job, executions_key, entry = it.jobs .. id, it.executions .. id, id .. ':' .. execution_id
   local is_hash, values, size = pcall(fields_of, job, it.most_bytes, it.fields)
+  if not is_hash and not is_of_type(values) then fields_of(job, it.most_bytes, it.fields) end -- raises it
   local f, status, delivery = {}, nil, ''
   for n, name in ipairs(is_hash and it.fields or {}) do f[name] = values[n] or nil end
   status = f.status
@@ -70,14 +75,20 @@ local function start(id, from, execution_id)
     delivery = redis.sha1hex(table.concat(parts, '\0'))
   end
   local executions = redis.pcall('ZRANGE', executions_key, 0, -1)
-  if executions.err then return 'refused' end
+  if executions.err then
+    if is_of_type(executions) then return 'refused' end
+    redis.call('ZRANGE', executions_key, 0, -1)
+  end
   local verdict = run_by_another(id, executions, delivery)
   if verdict then
     if verdict == 'over' then redis.call('LREM', queue, from, id) end
     return verdict
   end
   local added = redis.pcall('ZADD', it.started, now + it.ttl, entry)
-  if type(added) == 'table' then return 'refused' end
+  if type(added) == 'table' then
+    if is_of_type(added) then return 'refused' end
+    redis.call('ZADD', it.started, now + it.ttl, entry) -- raises why: no memory, no right
+  end
   if redis.call('LREM', queue, from, id) == 0 then
     redis.call('ZREM', it.started, entry)
     return 'gone'
