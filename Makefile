@@ -85,9 +85,9 @@ clients: .venv/dev .cache/clients fast-blas
 	node $@/node/node_modules/@anthropic-ai/claude-code/install.cjs
 	touch $@
 
-# Short forms of the experiments that compare, in under ten minutes: one table of ratios.
-bench: .venv/dev fast-blas
-	$(BIN)/python experiments/short_bench.py
+# The figures of this machine, as far as they get in nine minutes: .cache/figures has the page.
+bench: .venv/worker fast-blas
+	$(BIN)/stoker-worker figures --minutes 9 --out .cache/figures
 
 lint: .venv/dev
 	$(BIN)/ruff check .

@@ -74,7 +74,8 @@ class Bench:
         name = model or str(smollm2())
         network, loaded = load_model(name, dtype)
         tokenizer = load_tokenizer(local_folder(name) or name, eos_token_ids=sorted(loaded.tokenizer.eos_ids))
-        return cls(network, loaded, tokenizer, model or "SmolLM2-135M-Instruct", name, dtype)
+        source = str(local_folder(name) or name)
+        return cls(network, loaded, tokenizer, loaded.name if model else "SmolLM2-135M-Instruct", source, dtype)
 
     def storing(self, store_dtype: StoreDtype) -> Self:
         """The same network for a worker with ``--store-dtype``: another fingerprint, so a store never mixes them."""

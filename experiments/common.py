@@ -36,8 +36,8 @@ def machine(model: Mapping[str, Any] | None = None) -> Json:
 
     on_gpu = mx.default_device() == mx.Device(mx.gpu)
     return {
-        "device": str(mx.device_info()["device_name"]) if on_gpu else "CPU",
-        **_hardware(),
+        "device": str(mx.device_info().get("device_name", "GPU")) if on_gpu else "CPU",
+        **hardware(),
         "mlx": version("mlx"),
         "mlx_lm": version("mlx-lm"),
         "blas": "Accelerate" if platform.system() == "Darwin" else blas or "as MLX links it",
@@ -50,17 +50,27 @@ def server_machine(connection: Any) -> Json:
     facts = connection.info("server")
     server = f"{facts.get('server_name', 'redis')} {facts['redis_version']}"
     software = {"sqlite": sqlite3.sqlite_version, "rq": version("rq"), "redis_py": version("redis"), "server": server}
-    return _hardware() | software
+    return hardware() | software
 
 
-def _hardware() -> Json:
+def hardware() -> Json:
+    """The same without asking MLX."""
     return {
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "ram_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "os": os_name(),
         "python": platform.python_version(),
+        **({"virtual": True} if _is_virtual() else {}),
     }
+
+
+def _is_virtual() -> bool:
+    """Whether macOS runs in a virtual machine, whose GPU is another one's."""
+    if platform.system() != "Darwin":
+        return False
+    command = ["sysctl", "-n", "kern.hv_vmm_present"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() == "1"
 
 
 def cpu_name() -> str:

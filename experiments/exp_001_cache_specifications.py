@@ -7,6 +7,7 @@ is closed and opened in between, and are compared with mlx-lm's uncached run. Ru
 
 import random
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,6 +105,16 @@ def run(folder: Path, *, quick: bool) -> Json:
         "stores_verify_clean": not any(t["verify"] for model in models for t in model["turns"]),
     }
     return {"machine": device, "verdict": verdict, "models": models}
+
+
+def short_form(bench: object, folder: Path) -> Iterator[Json]:
+    """A model with windows and one without, two turns each."""
+    machine()  # loads the BLAS library
+    for name in ("Gemma 3 12B", "Qwen 2.5 7B"):
+        found = one_model(name, folder, quick=True)
+        exact = all(turn["differs_at"] is None and not turn["verify"] for turn in found["turns"])
+        yield {"what": f"{name}: its caches as published, and two turns beside mlx-lm alone",
+               "equal": exact and found["read_right"] and found["all_cached"]}  # fmt: skip
 
 
 # --- the report, from the results alone ---

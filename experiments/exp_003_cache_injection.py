@@ -7,7 +7,7 @@ outputs is compared, token for token, with mlx-lm's own single, uncached run. Ru
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bench import Bench, main
@@ -37,6 +37,14 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
         "loading_under_500_ms": all(row["loading_ms"]["max"] < LOADING_LIMIT_MS for row in timing),
     }
     return {"verdict": verdict, "rows": rows, "timing": timing, "seed_method": literal}
+
+
+def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
+    """Seven prompts, three runs each."""
+    for row in exactness(bench, folder, seed_prompts(), max_tokens=12):
+        runs = ("first", "again", "continued")
+        yield {"what": f"{row['name']}: without a cache, from its cache, and continued from it",
+               "equal": all(row[f"{run}_ok"] and row[f"{run}_differs_at"] is None for run in runs)}  # fmt: skip
 
 
 def exactness(bench: Bench, folder: Path, prompts: Sequence[NamedPrompt], max_tokens: int) -> list[Json]:

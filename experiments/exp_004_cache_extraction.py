@@ -10,7 +10,7 @@ import hashlib
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -331,6 +331,22 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     }
     claims = check_claims(bench)
     return {"verdict": verdict, "batches": found, "costs": costs, "busy": busy, "seed_claims": claims}
+
+
+def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
+    """A batch of three, and one that is kept full."""
+    rows = one_batch(bench, folder / "batch", batches(bench)["seed report"])
+    yield {"what": "three sequences, each handed over at its end and continued after the store was opened again",
+           "equal": all(map(_is_right, rows)) and all(row["continued_differs_at"] is None for row in rows)}  # fmt: skip
+    busy = busy_batch(bench, folder / "busy", 256, 16, 16)
+    yield {"what": "handing over / decoding in a batch that is kept full, in time", "found": f"{busy['share']:.2%}",
+           "asked": "under 5 %"}  # fmt: skip
+
+
+def _is_right(row: Json) -> bool:
+    return row["differs_at"] is None and all(
+        row[key] for key in ("cache_tokens_right", "others_advanced", "unchanged_at_the_end", "continued_ok")
+    )
 
 
 # --- the report, from the results alone ---

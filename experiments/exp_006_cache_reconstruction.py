@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from bench import Bench, main
-from common import Json, in_turn, note, percentiles, ratios, rss_mib, timed
+from common import Json, in_turn, note, percentiles, ratios, rss_mib, spread, timed
 from library_files import against_library
 from report import Report, columns, figure, say, short, table, yes
 from restores import (
@@ -90,20 +90,23 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     return {"verdict": verdict, **found}
 
 
-def short_form(bench: Bench, folder: Path) -> list[Json]:
-    """Two cells of SmolLM2's layers."""
-    rows = []
+def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
+    """Five agents' turns, and two cells of SmolLM2's layers."""
+    n_tokens = 1024 if bench.on_gpu else 256
+    found = five_turns(bench.with_room().endless(), folder / "turns", n_tokens=n_tokens, quick=False)
+    without, restored = (found[name]["first_s"] for name in ("without", "restored"))
+    yield {"what": say(found, "the last first token of {agents} agents' second turns, {tokens} tokens each: without "
+                       "their memory / with it, in time"),
+           "ratio": spread([without["median"] / s for s in restored["samples"]]), "ours": restored, "theirs": without,
+           "unit": "s", "equal": found["same_tokens"], "headline": "second turn"}  # fmt: skip
     for n_blocks, rounds in ((8, 40), (32, 15)):
         n_tokens, cell = n_blocks * BLOCK_TOKENS, f"{n_blocks} blocks of 30 layers"
         with saved_agent(folder / f"{n_blocks}", smollm2_layers(30), n_tokens) as saved:
             found = measured(saved, n_tokens, Limits(rounds, 2))
-        rows += [
-            {"what": f"a restore / the fastest copy of its bytes, in time: {cell}", "ratio": found["of_floor"],
-             "asked": "", "equal": found["exact"]},
-            {"what": f"a restore / a copy into fresh memory, in time: {cell}", "ratio": found["copies"],
-             "asked": "at most 1.5" if n_blocks == 32 else "", "equal": found["exact"]},
-        ]  # fmt: skip
-    return rows
+        yield {"what": f"a restore / the fastest copy of its bytes, in time: {cell}", "ratio": found["of_floor"],
+               "equal": found["exact"]}  # fmt: skip
+        yield {"what": f"a restore / a copy into fresh memory, in time: {cell}", "ratio": found["copies"],
+               "asked": "at most 1.5" if n_blocks == 32 else "", "equal": found["exact"]}  # fmt: skip
 
 
 def measured_cells(folder: Path, n_layers: int, quick: bool) -> Iterator[Json]:

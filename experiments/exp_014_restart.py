@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -180,6 +180,16 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
         "no_step_takes_twice_its_time_while_a_memory_is_read": step["longest_over_quiet"]["reading"] <= MOST_STEP,
     }
     return {"verdict": verdict, "rounds": found, "steps": step}
+
+
+def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
+    """Two rounds of each kind."""
+    found = rounds(bench, folder, n_tokens=200, max_tokens=8, cycles=2)
+    for kind, ratio in found["ratio"].items():
+        yield {"what": f"a round of {AGENTS} agents after a {kind} and a restart / without one, in time",
+               "ratio": ratio, "asked": f"at most {MOST_RATIO}", "ours": found["round_s"][kind],
+               "theirs": found["round_s"][STAYS], "unit": "s",
+               "equal": found["stored_tokens_prefilled_again"] <= 1}  # fmt: skip
 
 
 # --- the report, from the results alone ---

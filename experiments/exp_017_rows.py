@@ -364,18 +364,18 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
             "memory": memory}  # fmt: skip
 
 
-def short_form(bench: Bench, folder: Path) -> list[Json]:
+def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
     """The loads that tell most, in small."""
-    contexts, rows = Contexts(bench), []
+    contexts = Contexts(bench)
     warm_up(bench, contexts)
     for load in loads(bench, SHORT):
         if load.key in {"mixed_restored", "short"}:
             found = measured(bench, contexts, load, 3)
-            rows.append({
+            yield {
                 "what": f"rows / mlx-lm's rectangle, in speed: {load.name}", "ratio": found["ratio"],
-                "asked": f"at least {load.target}", "equal": found["same_rows"] == found["n_rows"],
-            })  # fmt: skip
-    return rows
+                "asked": f"at least {load.target}", "ours": found["rows"]["s"], "theirs": found["mlx-lm"]["s"],
+                "unit": "s", "equal": found["same_rows"] == found["n_rows"],
+            }  # fmt: skip
 
 
 def warm_up(bench: Bench, contexts: Contexts) -> None:

@@ -7,7 +7,7 @@ steps; the order changes every round. Run: ``python experiments/exp_020_drafts.p
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -221,6 +221,16 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
         "all_tokens_equal": all(load["same_answers"] == load["answers"] for load in found),
     }
     return {"verdict": verdict, "loads": found, "passes": of_passes}
+
+
+def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
+    """Two answers of each kind, one at a time."""
+    for kind, least in (("quoting", LEAST_QUOTING), ("other", LEAST_OTHER)):
+        found = measured(bench, kind, 1, 0.0, rounds=3, prompts=2, max_tokens=48)
+        without, drafted = found["tokens_per_s"]
+        yield {"what": f"with drafts / without, in speed: {kind} answers", "ratio": found["ratio"],
+               "asked": f"at least {least}", "ours": drafted, "theirs": without, "unit": "tokens/s",
+               "equal": found["same_answers"] == found["answers"]}  # fmt: skip
 
 
 # --- the report, from the results alone ---

@@ -95,10 +95,11 @@ def machine_line(content: Json) -> str:
     facts = content["machine"]
     device = f"Device: {facts['device']}; " if "device" in facts else ""
     memory = f", {facts['ram_gb']} GB" if "ram_gb" in facts else ""
+    virtual = ", a virtual machine" if facts.get("virtual") else ""
     software = ", ".join(f"{name} {facts[key]}" for key, name in _SOFTWARE.items() if key in facts)
     line = (
         f"{content['date']}, {'quick' if content['quick'] else 'full'} run, {content['wall_s']} s. "
-        f"{device}{facts['cpu']}, {facts['cores']} cores{memory}; {facts['os']}; {software}; "
+        f"{device}{facts['cpu']}, {facts['cores']} cores{memory}{virtual}; {facts['os']}; {software}; "
         f"load average at the start {facts['load_average_at_start']}."
     )
     if "model" in facts:

@@ -21,8 +21,9 @@ MEASURED = {
 
 def source() -> Json:
     """The commit of the checkout, and whether it has changes that are not committed; nothing where there is no git."""
-    changes = _git("status", "--porcelain")
-    return {"commit": _git("rev-parse", "HEAD"), "dirty": None if changes is None else bool(changes)}
+    if _git("rev-parse", "--show-toplevel") != str(HERE.parent):  # installed, perhaps below another repository
+        return {"commit": None, "dirty": None}
+    return {"commit": _git("rev-parse", "HEAD"), "dirty": bool(_git("status", "--porcelain"))}
 
 
 def is_older(number: str, commit: str | None) -> bool:

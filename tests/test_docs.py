@@ -13,7 +13,7 @@ from stoker_worker.models.gguf import FILE_TYPES
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = sorted(ROOT.glob("docs/adr/0*.md"))
 PAGES = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/adr/README.md"), *ROOT.glob("experiments/*.md")]
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/*/README.md"), *ROOT.glob("experiments/*.md")]
 )
 
 

@@ -1,5 +1,7 @@
 """The published files; and `pip install stoker` and `from stoker import Producer` never load the heavy side."""
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +14,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = {"shared": "stoker_shared", "producer": "stoker", "worker": "stoker_worker"}
+EXPERIMENTS = "stoker_worker/experiments"
+"""In the wheel, for `stoker-worker figures`."""
 
 HEAVY = {
     "mlx",
@@ -103,7 +107,24 @@ def test_the_wheel_has_the_modules_the_templates_and_nothing_else(built: Path):
     modules = set().union(*(modules_of_the_checkout(*source) for source in SOURCES.items()))
     templates = ROOT / "producer" / "stoker" / "dashboard" / "templates"
     shown = {path.relative_to(ROOT / "producer").as_posix() for path in templates.rglob("*.*")}
-    assert names == modules | shown | {f"{package}/py.typed" for package in SOURCES.values()}
+    texts = {f"{package}/py.typed" for package in SOURCES.values()} | {f"{EXPERIMENTS}/prompt_texts.json"}
+    scripts = {f"{EXPERIMENTS}/{path.name}" for path in (ROOT / "experiments").glob("*.py")}
+    assert names == modules | shown | texts | {script for script in scripts if "/lm_eval" not in script}
+
+
+@pytest.mark.mlx
+def test_the_wheel_alone_measures_a_machine(built: Path, tmp_path: Path):
+    (wheel,) = built.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "wheel")
+    command = [sys.executable, "-m", "stoker_worker", "figures", "--only", "machine", "--model", "owner/model"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "wheel")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (results,) = (tmp_path / "stoker-figures").glob("*.json")
+    content = json.loads(results.read_text())
+    assert [part["status"] for part in content["parts"]] == ["done"]
+    assert content["source"]["commit"] is None
+    assert results.with_suffix(".md").exists()
 
 
 def test_the_sdist_has_the_sources_the_pages_and_no_tests(packed: set[str]):

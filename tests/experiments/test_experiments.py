@@ -122,19 +122,3 @@ def test_no_script_imports_mlx_before_its_blas_library_is_loaded() -> None:
     one = "importlib.import_module(name); assert 'mlx' not in sys.modules, name"
     code = f"import importlib, sys\nfor name in {names}: {one}"
     subprocess.run([sys.executable, "-c", code], cwd=EXPERIMENTS, check=True)
-
-
-def test_the_readmes_figures_are_those_of_the_committed_results() -> None:
-    readme = (EXPERIMENTS.parent / "README.md").read_text()
-    known, restart, throughput, workers = (
-        json.loads((EXPERIMENTS / "results" / f"exp_{number}_results.json").read_text())
-        for number in ("003", "014", "010", "025")
-    )
-    longest, ratio = known["timing"][-1], restart["rounds"]["ratio"]
-    assert f"when {longest['prompt_tokens']} tokens of history are in the store? | {longest['speedup']} times" in readme
-    assert (
-        f"{ratio['SIGTERM']['median']} times a round without one, {ratio['SIGKILL']['median']} after a `kill" in readme
-    )
-    worst = f"at worst {throughput['worst_engine_ratio']} in the engine and {throughput['worst_pipeline_ratio']} in"
-    assert worst in readme
-    assert f"at least {min(one['speed']['median'] for one in workers['jobs'])} times the jobs of one\n" in readme

@@ -96,13 +96,6 @@ def test_the_results_come_from_a_full_run_and_the_verdict_from_its_criteria(repo
     assert passed == all(content["verdict"].values())
 
 
-def test_the_index_shows_the_committed_bench(experiments: ExperimentsProcess, tmp_path: Path) -> None:
-    (tmp_path / "results").mkdir()
-    shutil.copy(EXPERIMENTS / "results" / "bench_results.json", tmp_path / "results")
-    experiments.run("short_bench.py", "--render", "--out", str(tmp_path))
-    assert (tmp_path / "README.md").read_text() == (EXPERIMENTS / "README.md").read_text()
-
-
 def test_the_plan_for_more_macs_has_the_figures_of_its_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXPERIMENTS))
     from exp_026_scale_out import plan  # type: ignore[import-not-found]
@@ -111,13 +104,6 @@ def test_the_plan_for_more_macs_has_the_figures_of_its_simulation(monkeypatch: p
     page = (EXPERIMENTS.parent / "docs" / "scale-out.md").read_text()
     assert plan(content) in page
     assert f"**{content['one_server']['ends_at_workers']} workers**" in page
-
-
-def test_every_form_of_make_bench_exists(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(EXPERIMENTS))
-    from short_bench import FORMS, script_of_form  # type: ignore[import-not-found]
-
-    assert all("\ndef short_form(" in script_of_form(form).read_text() for form in FORMS)
 
 
 LINUX_ONLY = re.compile(r"/proc/|posix_fadvise|sched_|prctl|LD_PRELOAD|VmHWM|MADV_")

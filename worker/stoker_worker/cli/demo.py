@@ -95,7 +95,7 @@ def run_demo(folder: Path, model: str | None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for old in ("store", "redis"):
         shutil.rmtree(folder / old, ignore_errors=True)
-    model = model or _demo_model(folder, console)
+    model = model or demo_model(folder, console)
     with EmbeddedServer(folder / "redis") as server:
         producer = Producer(server.url)
         results: list[tuple[str, GenerationResult]] = []
@@ -183,7 +183,7 @@ def _next_steps(folder: Path, model: str) -> str:
     )
 
 
-def _demo_model(folder: Path, console: Console) -> str:
+def demo_model(folder: Path, console: Console) -> str:
     """SmolLM2 as an mlx-lm folder, imported once from the GGUF file in its PyPI package; without it, its hub name."""
     target = folder / _DEMO_NAME
     if not target.exists():

@@ -16,6 +16,7 @@ from stoker_shared.text import mask_url
 from stoker_worker.cli.config_command import config
 from stoker_worker.cli.doctor_command import doctor
 from stoker_worker.cli.ending import errors_in_one_line, late_signals_ignored
+from stoker_worker.cli.figures_command import figures
 from stoker_worker.cli.memory_commands import memory
 from stoker_worker.cli.run_options import SettingsCommand, settings_from
 from stoker_worker.cli.service_command import service
@@ -36,7 +37,7 @@ _STORE_POLL_S: Final = 1.0
 @click.group(
     cls=LaidOutGroup,
     sections={
-        "Worker": ("run", "service", "config", "doctor"),
+        "Worker": ("run", "service", "config", "doctor", "figures"),
         "Tools": ("memory", "model"),
         "Try it": ("demo",),
     },
@@ -55,6 +56,7 @@ def main() -> None:
 main.add_command(memory)
 main.add_command(config)
 main.add_command(doctor)
+main.add_command(figures)
 main.add_command(service)
 
 

@@ -200,5 +200,6 @@ def _default_kv_bytes(model: Any) -> int:
         return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * _CPU_SHARE_OF_RAM)
     weights: int = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     info = mx.device_info()
-    working_set = int(info.get("max_recommended_working_set_size", info["memory_size"]))
+    names = ("max_recommended_working_set_size", "memory_size", "total_memory")  # the last one is CUDA's
+    working_set = next(int(info[name]) for name in names if name in info)
     return max(1, int(working_set * _GPU_SHARE_OF_WORKING_SET) - weights)
