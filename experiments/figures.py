@@ -128,7 +128,7 @@ def run(out: Path, options: Options) -> tuple[Path, bool]:
     (log := out / "figures.log").write_text("")
     content = _facts(options)
     console.print(f"{len(parts)} parts in at most {options.minutes:g} minutes; what they print goes to {log}")
-    begin, file = time.perf_counter(), out / "figures.md"
+    begin = time.perf_counter()
     try:
         for number, part in enumerate(parts, 1):
             left = f"{clock.left_s() / 60:.0f} min left"
@@ -140,7 +140,7 @@ def run(out: Path, options: Options) -> tuple[Path, bool]:
             content["parts"].append(found)
             content["wall_s"] = round(time.perf_counter() - begin)
             _print(found, console)
-            file = _write(out, content)
+            _write(out, content)
     finally:
         content["thermal"]["after"], content["load_average_at_end"] = thermal(), round(os.getloadavg()[0], 1)
         content["parts"] += [_empty(part, "not run") for part in parts[len(content["parts"]) :]]
@@ -215,10 +215,10 @@ def _run(command: Sequence[str], output: object, limit_s: float, log: Path, cons
 
 
 def _ended(process: "subprocess.Popen[bytes]") -> None:
-    """By Ctrl-C first, so that it stops its servers and removes its files."""
+    """Politely first, so that it stops its servers and removes its files."""
     if process.poll() is not None:
         return
-    process.send_signal(signal.SIGINT)
+    process.terminate()
     try:
         process.wait(_CLEANING_S)
     except subprocess.TimeoutExpired:
@@ -241,13 +241,7 @@ def _print(found: Json, console: Console) -> None:
 
 
 def _write(out: Path, content: Json) -> Path:
-    """The files have the names that they have in `docs/figures/`."""
-    facts = content["machine"]
-    machine = re.sub(r"[^a-z0-9]+", "-", f"{facts.get('device', '')} {facts['cpu']}".lower()).strip("-")[:60].strip("-")
-    file = out / f"{content['date']}-{machine}.md"
-    for older in out.glob(f"{content['date']}-*"):  # before the device was known
-        if older.suffix in (".md", ".json") and older.stem != file.stem and file.stem.endswith(older.stem[11:]):
-            older.unlink()
+    file = out / "figures.md"
     replace_file(file.with_suffix(".json"), as_text(content).encode())
     replace_file(file, page(content).encode())
     return file

@@ -1,9 +1,12 @@
 """The pages made of figures: one of each machine, their table in `docs/figures/`, and the README's part. No MLX.
 
-``python experiments/figures_page.py`` writes all of them anew from the JSON files in `docs/figures/` and `results/`.
+``python experiments/figures_page.py [FIGURES.json ...]`` adds these to `docs/figures/`, and writes all pages anew from
+the JSON files there and in `results/`.
 """
 
 import json
+import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -151,10 +154,20 @@ def written(root: Path, figures: dict[str, Json], results: Path) -> Iterator[tup
         yield root / "docs" / "figures" / f"{name}.md", page(content)
 
 
-def main(names: Sequence[str] = ()) -> None:
+def name_of(content: Json) -> str:
+    """Date, device and model: of the files in `docs/figures/`."""
+    facts = content["machine"]
+    device = facts["cpu"] if facts.get("device", "CPU") == "CPU" else facts["device"]
+    return re.sub(r"[^a-z0-9.]+", "-", f"{content['date']} {device} {facts.get('model', '')}".lower()).strip("-")
+
+
+def main(files: Sequence[str]) -> None:
+    for file in files:
+        text = Path(file).read_text(encoding="utf-8")
+        (FIGURES / f"{name_of(json.loads(text))}.json").write_text(text, encoding="utf-8")
     for path, text in written(ROOT, all_figures(), HERE / "results"):
         path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

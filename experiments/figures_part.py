@@ -4,6 +4,7 @@ Called by `figures.py` with what to run, as JSON, and the file. Its main thread 
 """
 
 import json
+import signal
 import sys
 import traceback
 from importlib import import_module
@@ -22,6 +23,7 @@ DEMO = "SmolLM2-135M-Instruct"
 
 def main(asked: Json, file: Path) -> None:
     found: Json = {"rows": [], "error": ""}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and what is open is closed
     folder = Path(asked["folder"]) / "work"
     folder.mkdir()
     try:

@@ -120,7 +120,7 @@ def test_the_wheel_alone_measures_a_machine(built: Path, tmp_path: Path):
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "wheel")}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    (results,) = (tmp_path / "stoker-figures").glob("*.json")
+    results = tmp_path / "stoker-figures" / "figures.json"
     content = json.loads(results.read_text())
     assert [part["status"] for part in content["parts"]] == ["done"]
     assert content["source"]["commit"] is None

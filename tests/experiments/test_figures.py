@@ -1,6 +1,8 @@
 """The figures of a machine: parts that fail or take too long cost only themselves, and the pages have the figures."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,7 +39,12 @@ def raises(bench, folder):
 def aborts(bench, folder):
     os.abort()
 def slow(bench, folder):
-    time.sleep(600)
+    try:
+        print("begun", flush=True)
+        time.sleep(600)
+        yield {}
+    finally:
+        print("closed", flush=True)
 """
 
 
@@ -81,6 +88,20 @@ def test_the_clock_ends_a_part_and_what_did_not_run_is_named(
     assert "a part that is fine | not run" in page
 
 
+@pytest.mark.mlx
+def test_a_part_that_is_ended_closes_what_it_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "played.py").write_text(PLAYED)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    asked = {"module": "played", "function": "slow", "loads_model": False, "model": "m", "dtype": None,
+             "folder": str(tmp_path)}  # fmt: skip
+    command = [sys.executable, str(EXPERIMENTS / "figures_part.py"), json.dumps(asked), str(tmp_path / "part.json")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        process.terminate()
+        assert process.stdout.read() == "closed\n"
+
+
 def test_every_part_has_its_function(kit: ModuleType) -> None:
     texts = {part: (EXPERIMENTS / f"{part.module}.py").read_text() for part in kit.PARTS}
     assert not [part.name for part, text in texts.items() if f"\ndef {part.function}(" not in text]
@@ -119,3 +140,4 @@ def test_the_readme_shows_the_newest_mac_that_is_no_virtual_machine(pages: Modul
         pages.machines({"b": virtual})
     )
     assert "This is a virtual machine" in pages.page(virtual)
+    assert pages.name_of(mac) == "2027-01-02-apple-m9-some-model"
