@@ -49,7 +49,7 @@ def test_the_sizing_tables_follow_from_the_workers_rules():
     assert len(rows) == len(specs) * len(GPU_SHARE)
     for ram, model, kv_memory, at_once, longest, in_ram in rows:
         ram_bytes, cost = int(ram.split()[0]) * GIB, specs[model]
-        share = GPU_SHARE[int(ram.split()[0])] * provider._GPU_SHARE_OF_WORKING_SET
+        share = GPU_SHARE[int(ram.split()[0])] * provider._GPU_SHARE_OF_MEMORY
         kv_bytes = int(ram_bytes * share - WEIGHTS[model] * BITS_PER_WEIGHT / 8)
         if kv_bytes <= 0:
             assert kv_memory == "does not fit"

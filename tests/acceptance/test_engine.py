@@ -31,21 +31,41 @@ def test_single_agent_output_matches_reference(real_model, make_engine):
     assert done.text == real_model.tokenizer.decode(reference)
 
 
+def three_agents(real_model, make_engine, prompts, part):
+    """Each has its share of the plan's tokens, or ends by itself before: what ended it, in the order of `AGENTS`."""
+    engine = make_engine(max_batch=3)
+    works = [real_model.work(prompt, max_tokens=n // part) for prompt, n in zip(prompts, AGENTS.values(), strict=True)]
+    uids = [engine.submit(one) for one in works]
+    done = {}
+    while engine.in_flight:
+        done |= {completion.uid: completion for completion in engine.step()}
+    assert set(done) == set(uids)
+    for uid, one in zip(uids, works, strict=True):
+        completion = done[uid]
+        assert (completion.outcome, completion.ended_by) in {("finished", "eos"), ("finished", "length")}
+        assert completion.ended_by == "eos" or len(completion.generated_ids) == one.request.max_tokens
+        assert behind_the_likeliest(real_model.network, one.prompt_ids, completion.generated_ids) < 1e-3
+    return [done[uid].ended_by for uid in uids]
+
+
 @pytest.mark.model
 @pytest.mark.fast_blas
 def test_three_agents_variable_length(real_model, make_engine):
     """Sprint 2 plan: integration test 2, with a fiftieth of its tokens: all of them take minutes here."""
-    engine = make_engine(max_batch=3)
-    works = {prompt: real_model.work(prompt, max_tokens=n // 50) for prompt, n in AGENTS.items()}
-    uids = {engine.submit(one): prompt for prompt, one in works.items()}
-    done = {}
-    while engine.in_flight:
-        done |= {uids[completion.uid]: completion for completion in engine.step()}
-    assert set(done) == set(AGENTS)
-    for prompt, completion in done.items():
-        assert (completion.outcome, completion.ended_by) in {("finished", "eos"), ("finished", "length")}
-        assert completion.ended_by == "eos" or len(completion.generated_ids) == AGENTS[prompt] // 50
-        assert behind_the_likeliest(real_model.network, works[prompt].prompt_ids, completion.generated_ids) < 1e-3
+    three_agents(real_model, make_engine, AGENTS, part=50)
+
+
+@pytest.mark.model
+@pytest.mark.fast_blas
+@pytest.mark.scheduled
+@pytest.mark.timeout(0)
+def test_three_agents_variable_length_as_chat(real_model, make_engine):
+    """Sprint 2 plan: integration test 2, with all of its tokens, each a message of a chat."""
+    chats = [
+        tuple(real_model.tokenizer.apply_chat_template([{"role": "user", "content": p}], add_generation_prompt=True))
+        for p in AGENTS
+    ]
+    print(three_agents(real_model, make_engine, chats, part=1))
 
 
 @pytest.mark.mlx

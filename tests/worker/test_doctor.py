@@ -67,7 +67,8 @@ def test_a_macs_memory_for_models_is_that_of_its_gpu(monkeypatch: pytest.MonkeyP
 
     info = {"device_name": "Apple M2", "memory_size": 24 * 2**30, "max_recommended_working_set_size": 16 * 2**30}
     monkeypatch.setattr(mx, "device_info", lambda: info)
-    monkeypatch.setattr(doctor, "is_metal", lambda: True)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(doctor, "_wired_limit_mb", lambda: 20000)
     assert doctor.device().line == "Metal: Apple M2"
     assert doctor.wired_memory().line == "16.0 of 24.0 GB for the GPU (set to 20000 MB)"

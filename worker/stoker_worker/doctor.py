@@ -32,6 +32,7 @@ from stoker_worker.memory.database_file import FORMAT, check_database, has_datab
 from stoker_worker.memory.locks import holder_of
 from stoker_worker.memory.replica.bucket import Bucket, BucketAway, check_creates_once
 from stoker_worker.models.blas import advice_without_blas, preload_blas
+from stoker_worker.models.device import is_gpu, memory_for_models, ram_bytes
 from stoker_worker.models.loading import local_folder
 from stoker_worker.ports import GenerationEnginePort, LoadedModel, ModelProviderPort
 from stoker_worker.ports.model import Batching
@@ -151,7 +152,7 @@ def the_platform() -> Finding:
     cores, load = os.cpu_count() or 1, os.getloadavg()[0]
     is_mac = platform.system() == "Darwin"
     system = f"macOS {platform.mac_ver()[0]}" if is_mac else f"{platform.system()} {platform.release()}"
-    line = f"{system} {platform.machine()}, {cores} cores, {_ram_bytes() / _GB:.1f} GB, load {load:.1f}"
+    line = f"{system} {platform.machine()}, {cores} cores, {ram_bytes() / _GB:.1f} GB, load {load:.1f}"
     if is_mac and platform.machine() != "arm64":
         return fail(line, "install a Python for Apple silicon: this one is Intel's, and MLX needs arm64")
     if load > cores:
@@ -221,18 +222,7 @@ def _wired_limit_mb() -> int:
 def is_metal() -> bool:
     import mlx.core as mx
 
-    return bool(mx.metal.is_available() and mx.default_device() == mx.Device(mx.gpu))
-
-
-def memory_for_models() -> int:
-    """Bytes that weights and caches may take together: the GPU's working set, or the RAM."""
-    import mlx.core as mx
-
-    return int(mx.device_info()["max_recommended_working_set_size"]) if is_metal() else _ram_bytes()
-
-
-def _ram_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return bool(mx.metal.is_available() and is_gpu())
 
 
 # --- Redis ---

@@ -134,18 +134,3 @@ def test_memory_is_wired_only_when_it_is_asked_for(tmp_path, monkeypatch, wired_
     batching = on_a_thread(mlx_provider(tmp_path, wired_memory=wired_memory), use)
     assert batching == (Batching.ROWS if in_rows else Batching.BATCHED)
     assert limits == [1000] * wired_memory
-
-
-@pytest.mark.mlx
-def test_the_kv_memory_of_a_gpu_is_limited_by_its_own_memory_on_cuda_too(tmp_path, monkeypatch):
-    """Played: MLX names a CUDA GPU's memory otherwise than Metal's."""
-    import mlx.core as mx
-
-    def use(engine, model):
-        engine.close()
-        return model.kv_tokens
-
-    monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "a GPU", "total_memory": 16 << 20})
-    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-    tokens = on_a_thread(mlx_provider(tmp_path, dtype="float32", skip_proof=True), use)
-    assert 256 < tokens < 1_000_000

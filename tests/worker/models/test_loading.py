@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from stoker_shared.errors import ModelNotLoadable
+from stoker_worker.models.device import memory_for_models, ram_bytes
 from stoker_worker.models.fingerprint import ModelFolder
 from stoker_worker.models.loading import (
     CONTEXT_FALLBACK_TOKENS,
@@ -154,6 +155,25 @@ def test_auto_means_the_stored_dtype_on_a_gpu_and_float32_on_a_cpu(monkeypatch: 
     for device, dtype in ((mx.cpu, "float32"), (mx.gpu, "native")):
         monkeypatch.setattr(mx, "default_device", lambda kind=device: mx.Device(kind))
         assert _resolved_dtype("auto") == dtype
+
+
+@pytest.mark.mlx
+@pytest.mark.parametrize(
+    ("kind", "info", "expected"),
+    [
+        ("gpu", {"memory_size": 24 * 2**30, "max_recommended_working_set_size": 16 * 2**30}, 16 * 2**30),
+        ("gpu", {"total_memory": 80 * 2**30, "free_memory": 79 * 2**30, "architecture": "sm_90"}, 80 * 2**30),
+        ("cpu", {"architecture": "x86_64"}, ram_bytes()),
+    ],
+    ids=["metal", "cuda", "cpu"],
+)
+def test_a_models_memory_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch, kind, info, expected) -> None:
+    """Played: the names are those of MLX's own device information on each."""
+    import mlx.core as mx
+
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(getattr(mx, kind)))
+    monkeypatch.setattr(mx, "device_info", lambda: info)
+    assert memory_for_models() == expected
 
 
 @pytest.mark.model

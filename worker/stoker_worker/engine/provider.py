@@ -4,13 +4,13 @@ Owns the defaults that depend on the device. MLX is imported by its methods only
 """
 
 import logging
-import os
 import time
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from stoker_shared.errors import ModelNotLoadable
 from stoker_worker.engine.kv_memory import KVCost
+from stoker_worker.models.device import is_gpu, memory_for_models, ram_bytes
 from stoker_worker.models.extras import ModelExtras
 from stoker_worker.models.fingerprint import in_mode
 from stoker_worker.ports import GenerationEnginePort, LoadedModel, ModelProviderPort
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 _CPU_SHARE_OF_RAM: Final = 0.25
 _CPU_PREFILL_TOKENS: Final = 256
 _GPU_PREFILL_TOKENS: Final = 1024
-_GPU_SHARE_OF_WORKING_SET: Final = 0.8  # the rest is for activations: over the limit a Mac does not fail softly
+_GPU_SHARE_OF_MEMORY: Final = 0.8  # the rest is for activations: over the limit a Mac does not fail softly
 
 
 @dataclass(frozen=True)
@@ -166,13 +166,7 @@ class MlxProvider(ModelProviderPort):
         return self.settings.kv_max_bytes or _default_kv_bytes(model)
 
     def _prefill_tokens(self) -> int:
-        return self.settings.prefill_step_tokens or (_GPU_PREFILL_TOKENS if _is_on_gpu() else _CPU_PREFILL_TOKENS)
-
-
-def _is_on_gpu() -> bool:
-    import mlx.core as mx
-
-    return bool(mx.default_device() == mx.Device(mx.gpu))
+        return self.settings.prefill_step_tokens or (_GPU_PREFILL_TOKENS if is_gpu() else _CPU_PREFILL_TOKENS)
 
 
 def _wire_memory() -> None:
@@ -193,13 +187,9 @@ def _unproved(model: Any, loaded: LoadedModel) -> Batching:
 
 
 def _default_kv_bytes(model: Any) -> int:
-    import mlx.core as mx
     from mlx.utils import tree_flatten
 
-    if not _is_on_gpu():
-        return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * _CPU_SHARE_OF_RAM)
+    if not is_gpu():
+        return int(ram_bytes() * _CPU_SHARE_OF_RAM)
     weights: int = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
-    info = mx.device_info()
-    names = ("max_recommended_working_set_size", "memory_size", "total_memory")  # the last one is CUDA's
-    working_set = next(int(info[name]) for name in names if name in info)
-    return max(1, int(working_set * _GPU_SHARE_OF_WORKING_SET) - weights)
+    return max(1, int(memory_for_models() * _GPU_SHARE_OF_MEMORY) - weights)

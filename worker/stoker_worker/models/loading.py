@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, TypeVar
 from stoker_shared.errors import ModelNotLoadable
 from stoker_shared.text import one_line
 from stoker_worker.models.answer_formats import answer_format
+from stoker_worker.models.device import is_gpu
 from stoker_worker.models.extras import NO_EXTRAS, ModelExtras, reason_of
 from stoker_worker.models.fingerprint import ModelFolder
 from stoker_worker.models.guides import GrammarGuides
@@ -185,9 +186,7 @@ def context_tokens(config: Mapping[str, Any]) -> int:
 def _resolved_dtype(dtype: Dtype) -> str:
     if dtype != "auto":
         return dtype
-    import mlx.core as mx
-
-    return "float32" if mx.default_device().type == mx.DeviceType.cpu else "native"
+    return "native" if is_gpu() else "float32"
 
 
 def _download(repo: str) -> Path:
