@@ -45,18 +45,3 @@ def test_the_second_turn_comes_from_ram_and_after_a_restart_from_disk(redis_url,
     for before, after in ((first, second), (second, third), (third, fourth)):
         for one, two in zip(before, after, strict=True):
             assert two.usage.cached_tokens == one.usage.prompt_tokens + one.usage.completion_tokens
-
-
-def test_a_store_over_its_limit_evicts_cache_of_idle_agents_and_no_conversation(redis_url, tmp_path):
-    producer, store = Producer(redis_url), tmp_path / "store"
-    limits = ("--store-max-bytes", "400000", "--memory-max-bytes", "20000", "--max-batch", "2")
-    with running_worker(redis_url, store, *limits) as worker:
-        for number in range(1, 6):
-            first = results(turns(producer, number))
-        assert "evicted" in worker.log
-    assert cache_bytes(store) < 300_000
-    with running_worker(redis_url, store):
-        second = results(turns(producer, 6))
-    for one, two in zip(first, second, strict=True):
-        assert two.usage.prompt_tokens > one.usage.prompt_tokens + one.usage.completion_tokens
-        assert two.cache.agent_version == one.cache.agent_version + 1

@@ -91,42 +91,12 @@ def test_the_queues_page_shows_true_counts(scene, browser):  # noqa: F811
     assert "generate 2 0 0 3 1 1 0" in browser.text(f"{scene.page}/")
 
 
-def test_every_job_in_flight_is_listed_as_started(scene, browser):  # noqa: F811
-    text = browser.text(f"{scene.page}/0/view/jobs/generate/started/8/asc/1")
-    assert [ticket.job_id in text for ticket in scene.running] == [True] * SLOTS
-    assert text.count("generate for agent") == SLOTS
-
-
 def test_a_finished_jobs_page_shows_its_result_as_it_is(scene, browser):  # noqa: F811
     text = html.unescape(browser.text(f"{scene.page}/0/view/job/{scene.finished.job_id}"))
     result = scene.finished.result(timeout_s=1)
     assert f'"text": "{MARKUP}"' in text
     assert f'"completion_tokens": {result.usage.completion_tokens}' in text
     assert "Status : finished" in text
-
-
-def test_the_workers_page_shows_the_worker_its_state_and_all_its_jobs_but_no_prompt(scene, browser):  # noqa: F811
-    text = browser.text(f"{scene.page}/0/view/workers")
-    [worker] = scene.data("workers")["workers"]
-    assert re.search(
-        rf"{worker['name']} process {worker['pid']} on \S+ queues generate busy \d s ago generate #1", text
-    )
-    assert re.search(rf"scripted [\d.]+ 1 1 {SLOTS} running generate for agent", text)
-    assert worker["name"].startswith("stoker-")
-    assert sorted(job["job_id"] for job in worker["jobs"]) == sorted(ticket.job_id for ticket in scene.running)
-    assert PROMPT not in text + json.dumps(worker)
-
-
-def test_the_progress_of_jobs_is_on_the_workers_page_and_on_their_own(scene, browser):  # noqa: F811
-    ticket = scene.running[0]
-    while not ticket.status().tokens:
-        pass
-    [worker] = scene.data("workers")["workers"]
-    text = html.unescape(browser.text(f"{scene.page}/0/view/job/{ticket.job_id}"))
-    assert re.search(
-        rf"State started Agent <img.*>\d Worker {worker['name']} Stage decode Tokens \d+ Rate [\d.]+ tokens/s", text
-    )
-    assert any(re.search(r"\(decode, \d+ tokens, [\d.]+/s\)", job["text"]) for job in worker["jobs"])
 
 
 @pytest.mark.parametrize("kind", ["started", "finished", "failed", "workers", "stoker"])
@@ -137,17 +107,6 @@ def test_markup_in_jobs_is_shown_as_text(scene, browser, kind):  # noqa: F811
         page = re.sub(r"(?s)<script.*?</script>", "", browser.dom(f"{scene.page}/0/view/{path}"))
         assert "<img" not in page
         assert "&amp;lt;" not in page  # not escaped twice
-
-
-def test_rq_info_shows_the_same_counts(scene):
-    command = [sys.executable, "-m", "rq.cli", "info", "--url", scene.url, "--raw"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    [worker] = scene.data("workers")["workers"]
-    [queue] = [queue for queue in scene.data("queues")["queues"] if queue["name"] == "generate"]
-    counts = [queue[f"{name}count"] for name in ("", "started_job_registry_", "finished_job_registry_")]
-    assert counts == [2, SLOTS, 1]
-    assert re.search(r"queue generate 2\b", said), said
-    assert re.search(rf"worker {worker['name']} .*busy", said), said
 
 
 STATUSES = """
@@ -202,13 +161,6 @@ def test_pickles_are_never_loaded_and_break_no_page(scene, tmp_path):
     assert not target.exists()
 
 
-def test_a_job_that_waits_for_another_has_a_page(scene):
-    first = scene.queue().enqueue(TASK_PATH, request={})
-    second = scene.queue().enqueue(TASK_PATH, request={}, depends_on=first)
-    shown = scene.data(f"job/{second.id}")
-    assert (shown["depends_on"], shown["depends_on_status"]) == ([first.id], ["active"])
-
-
 def test_a_job_with_an_id_that_rq_does_not_allow_breaks_no_page(scene):
     data = f'["{TASK_PATH}", null, [], {{"request": {{"agent_id": "a", "prompt": "x"}}}}]'
     fields = {"status": "failed", "origin": "strange", "data": data, "created_at": "2026-01-01T00:00:00.000000Z"}
@@ -222,10 +174,6 @@ def test_a_job_with_an_id_that_rq_does_not_allow_breaks_no_page(scene):
     failed = [job["id"] for job in scene.data("jobs/strange/failed/8/asc/1")["jobs"]]
     assert sorted(failed) == ["a.b", "good:a", "two words"]
     assert scene.data("job/a.b")["id"] == "a.b"
-
-
-def test_the_page_of_a_deleted_job_is_not_found(scene):
-    assert scene.get("/0/data/job/no-such-job.json")[0] == scene.get("/0/view/job/no-such-job")[0] == 404
 
 
 def test_pages_contain_no_password_and_allow_only_their_own_scripts(scene):

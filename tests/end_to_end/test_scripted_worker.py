@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-import uuid
 from typing import Any
 
 import pytest
@@ -15,11 +14,10 @@ from rq import Callback, Queue
 from rq.job import Job
 from rq.registry import FailedJobRegistry, FinishedJobRegistry, StartedJobRegistry
 from rq.serializers import JSONSerializer
-from tests.support.store_reader import StoreReader
 from tests.support.worker_process import WorkerProcess, running_worker
 
 from stoker import Producer
-from stoker_shared.errors import JobCanceled, JobFailed
+from stoker_shared.errors import JobFailed
 from stoker_shared.wire import TASK_PATH
 from stoker_worker.memory.locks import store_name
 
@@ -35,16 +33,6 @@ def registries(connection):
         "finished": FinishedJobRegistry("generate", **options).get_job_ids(),
         "failed": FailedJobRegistry("generate", **options).get_job_ids(),
     }
-
-
-def test_many_agents_jobs_finish_and_the_worker_leaves_when_the_queue_is_empty(producer, redis_url, connection, store):
-    tickets = [producer.submit(agent_id=f"agent {n % 5}", prompt=f"job {n}", max_tokens=8) for n in range(30)]
-    with running_worker(redis_url, store, "--burst") as worker:
-        assert worker.wait() == 0, worker.log
-    assert [ticket.result(timeout_s=1).usage.completion_tokens for ticket in tickets] == [8] * 30
-    found = registries(connection)
-    assert sorted(found["finished"]) == sorted(ticket.job_id for ticket in tickets)
-    assert found["queued"] == found["started"] == found["failed"] == []
 
 
 def test_an_agent_with_many_jobs_does_not_delay_another_agents_first_job(producer, redis_url, store):
@@ -217,63 +205,6 @@ def test_a_second_stop_gives_running_jobs_back_in_order_at_once(producer, redis_
         assert worker.wait() == 0, worker.log
     assert registries(connection)["queued"] == [ticket.job_id for ticket in tickets]
     assert all(Job.fetch(ticket.job_id, connection, JSONSerializer).get_status() == "queued" for ticket in tickets)
-
-
-def test_a_running_job_can_be_cancelled_and_the_others_go_on(producer, redis_url, connection, store):
-    victim = producer.submit(agent_id="victim", prompt="x", max_tokens=100_000)
-    other = producer.submit(agent_id="other", prompt="x", max_tokens=150)
-    with running_worker(redis_url, store) as worker:
-        worker.wait_for(lambda: len(registries(connection)["started"]) == 2)
-        assert victim.cancel()
-        with pytest.raises(JobCanceled):
-            victim.result(timeout_s=20)
-        assert other.result(timeout_s=20).finish_reason == "length"
-        worker.wait_for(lambda: registries(connection)["started"] == [])
-
-
-def test_a_job_over_its_own_timeout_fails_and_keeps_its_partial_text(producer, redis_url, store):
-    ticket = producer.submit(agent_id="slow", prompt="x", max_tokens=100_000, job_timeout_s=1)
-    with running_worker(redis_url, store), pytest.raises(JobFailed, match="GenerationTimedOut") as caught:
-        ticket.result(timeout_s=30)
-    assert caught.value.partial_text
-
-
-def test_a_read_only_question_uses_the_agents_memory_and_writes_no_version(producer, redis_url, store):
-    asked = [
-        producer.submit(agent_id="a", context="append", prompt="x" * 300, max_tokens=4),
-        producer.submit(agent_id="a", context="append", cache="read", prompt="one", max_tokens=4),
-        producer.submit(agent_id="a", cache="off", prompt="x" * 300, max_tokens=4),
-        producer.submit(agent_id="a", context="append", prompt="two", max_tokens=4),
-    ]
-    with running_worker(redis_url, store, "--burst") as worker:
-        assert worker.wait() == 0, worker.log
-    results = [ticket.result(timeout_s=1) for ticket in asked]
-    assert [result.usage.prompt_tokens for result in results] == [300, 307, 300, 307]
-    assert [result.usage.cached_tokens for result in results] == [0, 304, 0, 304]
-    assert [(result.cache.agent_version, result.cache.saved) for result in results] == [
-        *((1, True), (1, False), (None, False), (2, True)),
-    ]
-    assert StoreReader(store).turns("a") == [asked[0].job_id, asked[3].job_id]
-
-
-def test_plain_rq_and_four_redis_commands_enqueue_like_the_producer(redis_url, connection, store):
-    request = {"agent_id": "a", "prompt": "say hello", "max_tokens": 20}
-    plain = Queue("generate", connection=connection, serializer=JSONSerializer).enqueue(TASK_PATH, request=request)
-    job_id = str(uuid.uuid4())
-    with connection.pipeline() as pipeline:
-        data = json.dumps([TASK_PATH, None, [], {"request": {**request, "agent_id": "b"}}])
-        pipeline.hset(f"rq:job:{job_id}", mapping={
-            "status": "queued", "origin": "generate", "data": data,
-            "created_at": "2026-01-01T00:00:00.000000Z", "enqueued_at": "2026-01-01T00:00:00.000000Z",
-        })  # fmt: skip
-        pipeline.sadd("rq:queues", "rq:queue:generate")
-        pipeline.rpush("rq:queue:generate", job_id)
-        pipeline.execute()
-    with running_worker(redis_url, store, "--burst") as worker:
-        worker.wait()
-    producer = Producer(redis_url)
-    assert producer.result(plain.id, timeout_s=1).text == "hello"
-    assert producer.result(job_id, timeout_s=1).text == "hello"
 
 
 def test_a_prompt_can_be_counted_and_read_back_without_an_answer(producer, redis_url, store):

@@ -6,8 +6,6 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 
 from stoker import InvalidRequest, Producer, ResultTimeout
-from stoker_shared import task
-from stoker_shared.errors import WrongWorker
 
 
 def enqueued(producer: Producer, connection: Redis, action: str, *arguments: object, **options: object) -> Job:
@@ -49,8 +47,3 @@ def test_an_invalid_request_is_refused_before_it_is_enqueued(producer, connectio
         with pytest.raises(InvalidRequest):
             call(producer.agents)
     assert connection.keys("*") == []
-
-
-def test_a_stock_worker_fails_it_with_a_clear_line():
-    with pytest.raises(WrongWorker, match="stoker-worker run"):
-        task.agent(request={"agent_id": "a", "action": "info"})

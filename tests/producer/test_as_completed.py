@@ -5,7 +5,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from fakeredis import FakeRedis
 from redis import Redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
@@ -16,7 +15,6 @@ import stoker.operations
 import stoker.producer
 import stoker.waiting
 from stoker import JobCanceled, JobFailed, JobNotFound, Producer, ResultTimeout
-from stoker.operations import Commands
 
 REQUEST = {"agent_id": "a", "prompt": "x"}
 
@@ -221,31 +219,3 @@ def test_lost_connections_lose_no_end(redis_url, server):
         assert len(proxy.lost) == 10
         assert len(found) == 200
         assert set(found) == set(tickets)
-
-
-def test_a_look_for_many_jobs_is_a_few_commands(connection, each_step):
-    """One look sends a bounded number of commands, for any number of jobs."""
-    producer = Producer(connection)
-    tickets = submitted(producer, 2500)
-    waiter = stoker.waiting.Waiter()
-    for ticket in tickets:
-        waiter.add(ticket.job_id, "generate")
-    while waiter._unseen:
-        assert stoker.operations.run(connection, waiter.look(0)) == []
-    sizes = []
-
-    def note(step):
-        if isinstance(step, Commands):
-            sizes.extend((len(command) - 4) // 2 for command in step.commands)
-
-    each_step(note)
-    assert stoker.operations.run(connection, waiter.look(0)) == []
-    assert sizes == [500, 1000]
-
-
-def test_fakeredis_and_servers_give_streams_in_any_form():
-    entry = (b"1-0", {b"type": b"1"})
-    for reply in ([[b"k", [entry]]], {b"k": [entry]}):
-        assert stoker.operations.stream_entries(reply) == {"k": [entry]}
-    assert stoker.operations.stream_entries(None) == stoker.operations.stream_entries({}) == {}
-    assert FakeRedis().xread({"k": "0"}) is not None

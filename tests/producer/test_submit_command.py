@@ -13,7 +13,6 @@ from stoker.cli import main
 from stoker.new_job import JobOptions
 from stoker.submit_command import JOB_OPTIONS, submit
 from stoker_shared.request import GenerationRequest
-from stoker_shared.wire import DEFAULT_QUEUE
 
 pytestmark = pytest.mark.server
 
@@ -139,21 +138,6 @@ def test_every_option_of_a_job_arrives(stoker, redis_url):
     assert (job.origin, job.timeout, job.result_ttl, job.failure_ttl, job.ttl) == ("q", 5, 6, -1, 8)
     assert (job.retries_left, job.enqueue_at_front, job.allow_dependency_failures) == (2, True, True)
     assert sorted(job.dependency_ids) == sorted([first, second])
-
-
-def test_the_defaults_in_the_help_are_the_models():
-    shown = {
-        option.name: option.help.rpartition("[")[2].rstrip("]") for option in submit.params if "  [" in str(option.help)
-    }
-    del shown["redis"]
-    defaults = {
-        **{name: str(field.default) for name, field in GenerationRequest.model_fields.items()},
-        **{field.name: str(field.default) for field in fields(JobOptions) if field.init},
-        "agent_id": "none: no memory",
-        "queue": DEFAULT_QUEUE,
-    }
-    names = {"agent_id", "context", "cache", "max_tokens", "temperature", "queue"}
-    assert shown == {name: defaults[name] for name in names | {"job_timeout_s", "result_ttl_s", "failure_ttl_s"}}
 
 
 def test_a_file_that_is_not_json_or_has_the_wrong_form_is_a_usage_error(stoker):

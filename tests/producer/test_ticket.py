@@ -6,7 +6,6 @@ import tracemalloc
 import zlib
 
 import pytest
-from fakeredis import FakeRedis
 from tests.producer.played_worker import WORKER
 
 from stoker import JobCanceled, JobFailed, JobNotFound, Producer, ResultTimeout, TicketStatus
@@ -24,12 +23,6 @@ def end_of(request, producer):
     if request.param == "alone":
         return lambda ticket, timeout_s=None: ticket.result(timeout_s)
     return lambda ticket, timeout_s=None: producer.results([producer.ticket(ticket.job_id)], timeout_s)[0]
-
-
-def test_a_finished_job_gives_its_result(ticket, worker):
-    worker.finish(ticket.job_id, text=" ok")
-    result = ticket.result(timeout_s=1)
-    assert (result.job_id, result.text, result.usage.cached_tokens) == (ticket.job_id, " ok", 4)
 
 
 def test_a_result_can_be_read_by_another_process_and_more_than_once(ticket, worker, connection):
@@ -186,12 +179,6 @@ def test_a_job_that_has_ended_cannot_be_canceled(ticket, worker, end):
     assert ticket.status() == before
 
 
-def test_a_running_job_is_canceled_in_redis(ticket, worker):
-    worker.start(ticket.job_id)
-    assert ticket.cancel() is True
-    assert ticket.status() == TicketStatus("canceled")
-
-
 def test_a_job_that_ends_while_it_is_being_canceled_stays_finished(ticket, worker, connection, each_step, monkeypatch):
     def lose_the_race(step):
         if isinstance(step, Watched):
@@ -202,7 +189,3 @@ def test_a_job_that_ends_while_it_is_being_canceled_stays_finished(ticket, worke
     assert ticket.cancel() is False
     assert ticket.status() == TicketStatus("finished")
     assert connection.zcard("rq:canceled:generate") == 0
-
-
-def test_a_ticket_shows_its_job_and_not_its_connection():
-    assert repr(Producer(FakeRedis()).ticket("j1")) == "Ticket('j1')"

@@ -15,7 +15,6 @@ from tests.support.server_fixture import require_server_program
 
 import stoker.waiting
 from stoker import JobCanceled, JobFailed, JobNotFound, Producer, RedisUnavailable, ResultTimeout
-from stoker.connection import blocking_slice_s
 from stoker.operations import Commands
 from stoker_worker.embedded_redis import EmbeddedServer
 
@@ -45,13 +44,6 @@ def when_blocked(event, action):
     future = pool.submit(run)
     pool.shutdown(wait=False)
     return future
-
-
-def test_a_result_that_comes_while_waiting_is_returned(producer, connection, blocked):
-    ticket = producer.submit(agent_id="a", prompt="x")
-    done = when_blocked(blocked, lambda: PlayedWorker(connection).finish(ticket.job_id, text="late"))
-    assert ticket.result(timeout_s=20).text == "late"
-    done.result()
 
 
 def test_a_wait_longer_than_the_connections_socket_timeout_leaves_the_connection_as_it_is(redis_url, blocked):
@@ -151,11 +143,6 @@ def test_a_server_that_refuses_us_in_the_middle_of_a_wait_is_not_waited_out(prod
     with pytest.raises(RedisUnavailable, match="password changed"):
         producer.submit(agent_id="a", prompt="x").result(timeout_s=1)
     assert len(blocks) == 1
-
-
-@pytest.mark.parametrize(("socket_timeout_s", "slice_s"), [(0.2, 0.1), (None, 1.0), (5, 1.0), (60, 1.0)])
-def test_one_sleep_in_the_server_is_shorter_than_the_clients_patience(socket_timeout_s, slice_s):
-    assert blocking_slice_s(Redis(socket_timeout=socket_timeout_s)) == slice_s
 
 
 @pytest.mark.slow

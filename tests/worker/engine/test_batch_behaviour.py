@@ -306,53 +306,7 @@ def test_a_sequence_restarted_after_a_failed_step_reports_no_cached_tokens():
     assert layout.model.breaks == 1
 
 
-def test_an_error_while_a_finished_sequence_is_copied_out_loses_no_sequence(llama, monkeypatch):
-    from stoker_worker.engine import transfer
-
-    works = works_of(random.Random(7), (20, 6), (30, 6), (25, 9))
-    plain = run(llama.engine(), works)
-    real, calls = transfer.slice_caches, []
-
-    def fail_once(*args):
-        calls.append(1)
-        if len(calls) == 2:
-            raise RuntimeError("[malloc] unable to allocate")
-        return real(*args)
-
-    monkeypatch.setattr(transfer, "slice_caches", fail_once)
-    done = run(llama.engine(), works)
-    assert [one.generated_ids for one in done] == [one.generated_ids for one in plain]
-    assert [one.cache.n_tokens for one in done] == [one.cache.n_tokens for one in plain]
-
-
 # --- cancel ---
-
-
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_a_sequence_can_be_cancelled_at_any_stage_and_the_other_answers_are_unchanged(name):
-    layout = Layout(name, eos=False)
-    rng = random.Random(8)
-    keep = works_of(rng, (40, 30), (70, 30))
-    plain = run(layout.engine(), keep)
-    engine = layout.engine(max_batch=3)
-    uids = [engine.submit(one) for one in keep]
-    decoding = engine.submit(work(random_ids(rng, 5), 50))
-    waiting = engine.submit(work(random_ids(rng, 5), 50))
-    while engine.progress()[decoding].tokens < 3:
-        engine.step()
-    assert engine.cancel(waiting).generated_ids == ()
-    said = engine.cancel(decoding)
-    assert (said.outcome, said.text) == ("cancelled", layout.loaded.tokenizer.decode(said.generated_ids))
-    prefilling = engine.submit(work(random_ids(rng, 600), 50))
-    engine.step()
-    assert engine.cancel(prefilling).generated_ids == ()
-    assert engine.cancel(prefilling) is None
-    done = {}
-    while engine.in_flight:
-        done |= {completion.uid: completion for completion in engine.step()}
-    assert [done[uid].generated_ids for uid in uids] == [one.generated_ids for one in plain]
-    assert engine._pool.used == 0
-    engine.close()
 
 
 # --- answers ---
@@ -388,20 +342,6 @@ def test_a_temperature_or_top_p_near_0_draws_the_likeliest_token(dtype, fields):
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     sampler: Any = sampling.make_sampler(build_request({"prompt": "x", **fields}), 1, 0)
     assert {sampler(logprobs).item() for _ in range(8)} == {likeliest}
-
-
-def test_a_repetition_penalty_matches_mlx_lms_own(llama):
-    from mlx_lm.generate import generate_step
-    from mlx_lm.sample_utils import make_logits_processors
-
-    ids = random_ids(random.Random(10), 40)
-    processors = make_logits_processors(repetition_penalty=1.5)
-    expected = [t for t, _ in generate_step(mx.array(ids), llama.model, max_tokens=20, logits_processors=processors)]
-    one = work(ids, 20, repetition_penalty=1.5)
-    done = run(llama.engine(), [work(random_ids(random.Random(11), 9), 20), one])[-1]
-    n = len(done.generated_ids)
-    assert list(done.generated_ids) == expected[:n]
-    assert expected != llama.alone(ids, 20)
 
 
 def test_logprobs_match_the_models_own_and_list_the_likeliest_tokens(llama):

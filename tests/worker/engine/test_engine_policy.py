@@ -1,15 +1,10 @@
-"""The engine's pure policies: the cost of a batch, its blocks and width, the prefill of a step, the order of waiting
-sequences."""
-
-from types import SimpleNamespace
-from typing import Any
+"""The engine's pure policies: the cost of a batch, its width, and the prefill of a step."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker_worker.engine.kv_memory import BlockPool, KVCost
-from stoker_worker.engine.scheduler import MOST_OVERTAKEN, WaitingSequences
+from stoker_worker.engine.kv_memory import KVCost
 from stoker_worker.engine.step_limits import BatchWidth, PrefillBudget
 from stoker_worker.ports.cache_spec import ArraySpec, LayerKind, LayerSpec, ModelCacheSpec
 
@@ -60,36 +55,6 @@ def test_a_model_without_full_attention_costs_the_same_at_any_length():
     assert kv_cost.sequence_blocks(1) == kv_cost.sequence_blocks(1_000_000) == 1
 
 
-# --- block pool ---
-
-
-def test_a_full_pool_admits_and_grows_no_sequence_until_one_leaves():
-    pool = BlockPool(4)
-    assert pool.resize(1, 3)
-    assert not pool.resize(2, 2)
-    assert pool.resize(3, 1)
-    assert not pool.resize(3, 2)
-    assert pool.held(3) == 1
-    pool.release(1)
-    assert pool.resize(2, 2)
-    assert pool.free == 1
-
-
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9), st.booleans())))
-def test_after_any_history_the_used_blocks_are_the_held_blocks_and_within_the_total(history):
-    pool, held = BlockPool(16), {}
-    for uid, blocks, leaves in history:
-        if leaves:
-            pool.release(uid)
-            held.pop(uid, None)
-        elif pool.resize(uid, blocks):
-            held[uid] = blocks
-        assert pool.used == sum(held.values()) <= pool.total
-    for uid in held:
-        pool.release(uid)
-    assert pool.free == pool.total
-
-
 # --- batch width ---
 
 
@@ -118,15 +83,6 @@ def test_a_width_that_breaks_twice_is_not_tried_again(caplog):
     assert (width.now, width.most, width.is_searching) == (5, 5, False)
 
 
-def test_when_two_together_fail_the_log_reports_that_the_model_cannot_be_batched(caplog):
-    width = BatchWidth(4)
-    for _ in range(2):
-        width.broke([1, 2])
-        go_well(width)
-    assert (width.now, width.most) == (1, 1)
-    assert "cannot batch this model" in caplog.text
-
-
 @pytest.mark.parametrize("n", [2, 5])
 def test_a_sequence_that_fails_alone_clears_the_width_of_blame(n):
     width = BatchWidth(8)
@@ -137,17 +93,6 @@ def test_a_sequence_that_fails_alone_clears_the_width_of_blame(n):
     width.blame(1)
     go_well(width, 1000)
     assert (width.now, width.most) == (8, 8)
-
-
-def test_the_blame_of_one_sequence_keeps_the_failures_of_others_on_record():
-    width = BatchWidth(8)
-    width.broke([1, 2, 3])
-    width.broke([4, 5, 6])
-    width.blame(7)
-    assert width.most == 2
-    width.broke([7, 8])
-    width.blame(7)
-    assert width.most == 2
 
 
 # --- prefill budget ---
@@ -190,44 +135,3 @@ def test_chunks_follow_the_machine_and_stay_within_their_bounds():
     assert fast[:4] == [64, 256, 1024, 1024]
     slow, _ = simulate(decoding=0, wanting=1, token_s=1.0)
     assert slow[-1] == 16
-
-
-# --- waiting sequences ---
-
-
-def _is_small(one: Any) -> bool:
-    return bool(one.size < 5)
-
-
-def sequence(uid, size=1):
-    return SimpleNamespace(uid=uid, size=size)
-
-
-def test_sequences_run_in_the_order_they_were_submitted_also_after_a_preemption():
-    waiting = WaitingSequences()
-    for uid in (3, 1, 2):
-        waiting.add(sequence(uid))
-    assert [waiting.take(lambda one: True).uid for _ in range(3)] == [1, 2, 3]
-    assert waiting.take(lambda one: True) is None
-
-
-def test_small_sequences_overtake_a_large_one_only_a_limited_number_of_times():
-    waiting = WaitingSequences()
-    waiting.add(sequence(0, size=9))
-    passed = 0
-    for uid in range(1, 200):
-        waiting.add(sequence(uid))
-        if waiting.take(_is_small) is None:
-            break
-        passed += 1
-    assert passed == MOST_OVERTAKEN
-    assert waiting.take(lambda one: True).uid == 0  # the batch has drained
-    assert waiting.take(_is_small).uid == passed + 1
-
-
-def test_a_removed_sequence_is_gone():
-    waiting, one = WaitingSequences(), sequence(5)
-    waiting.add(one)
-    waiting.discard(one)
-    waiting.discard(one)
-    assert list(waiting) == []

@@ -2,7 +2,6 @@
 
 import hashlib
 import random
-from dataclasses import replace
 
 import pytest
 from tests.worker.engine.layouts import Layout, random_ids, run, work
@@ -79,25 +78,6 @@ def test_turns_continue_from_disk_and_answer_as_uncached(name, kv_bits, tmp_path
     assert cached == 0 if layout.spec.snapshot_layers else cached >= 200
 
 
-@pytest.mark.parametrize(("name", "kv_bits"), [*((name, None) for name in CONFIGS), ("llama", 8)])
-def test_the_ram_cache_restores_the_same_as_the_disk(name, kv_bits, tmp_path):
-    rng = random.Random(name)
-    layout = Layout(name, kv_bits=kv_bits)
-    store = AgentCacheStore(tmp_path / "ram", memory_max_bytes=2**30)
-    with_ram, from_disk = Conversation(layout, tmp_path / "ram"), Conversation(layout, tmp_path / "disk")
-    prompt = tuple(random_ids(rng, 270))
-    for n_new in (9, 250, 3, 1):
-        in_memory = with_ram.turn_in(store, prompt)
-        assert in_memory == from_disk.turn(prompt)
-        assert with_ram.said == from_disk.said
-        assert with_ram.source == ("memory" if len(with_ram.said) > 1 else "none")
-        prompt = (*with_ram.said[-1], *random_ids(rng, n_new))
-    last = with_ram.said[-1]
-    assert with_ram.turn_in(store, last) == from_disk.turn(last)
-    assert with_ram.source == "memory"
-    store.close()
-
-
 def in_ram(store, conversation):
     model, ids = conversation.model, (*conversation.said[-1], 0)
     return store.ram_cache.find(store.open_agent("agent"), BlockChain(model.fingerprint, None, ids), model.spec)
@@ -150,38 +130,3 @@ def test_a_layout_that_cannot_be_stored_keeps_transcripts_and_reports_no_cache(t
     assert isinstance(agent, AgentVersion)
     assert agent.transcript.token_ids == conversation.said[-1]
     assert not list(tmp_path.glob("blocks/**/*.safetensors"))
-
-
-@pytest.mark.parametrize("first_bits", [None, 8])
-def test_caches_in_8_bits_and_others_never_serve_each_other(first_bits, tmp_path):
-    first, second = (
-        Conversation(Layout("llama", kv_bits=bits, head_dim=32), tmp_path)
-        for bits in (first_bits, 8 if first_bits is None else None)
-    )
-    first.turn(tuple(random_ids(random.Random(6), 600)))
-    second.said = first.said
-    prompt = (*first.said[-1], 4)
-    assert second.turn(prompt, seed=1) == (0, "other_model")
-    prompt = (*second.said[-1], 5)
-    assert second.turn(prompt, seed=1) == (len(prompt) - 1, None)
-
-
-@pytest.mark.parametrize("store_dtype", ["q8", "q4"])
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_quantised_blocks_are_separate_from_exact_ones_and_serve_only_their_own_store(name, store_dtype, tmp_path):
-    layout = Layout(name)
-    native = Conversation(layout, tmp_path)
-    ids = tuple(random_ids(random.Random(5), 600))
-    native.turn(ids)
-    before = sum(path.stat().st_size for path in tmp_path.glob("blocks/**/*.safetensors"))
-    layout.spec = replace(layout.spec, store_dtype=store_dtype)
-    layout.loaded = replace(layout.loaded, spec=layout.spec)
-    quantised = Conversation(layout, tmp_path)
-    ids = native.said[-1]
-    assert quantised.turn(ids, seed=1) == (0, "other_model")
-    size = sum(path.stat().st_size for path in tmp_path.glob("blocks/**/*.safetensors")) - before
-    assert size < before * (
-        0.7 if store_dtype == "q8" else 0.55
-    )  # small heads: the scales take a larger share than in real ones
-    cached, missed = quantised.turn((*quantised.said[-1], 4), seed=1)
-    assert (cached, missed) == (len(quantised.said[-2]), None)

@@ -4,7 +4,6 @@ import random
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from tests.worker.engine.layouts import Layout, Numbers, prefix_of, random_ids, run, work
 from tests.worker.engine.tiny_models import CONFIGS, make_model
@@ -21,13 +20,6 @@ def layout(request):
     return Layout(request.param)
 
 
-def test_cold_sequences_of_unequal_length_in_one_batch_answer_as_each_alone(layout):
-    rng = random.Random(1)
-    works = [work(random_ids(rng, n), 6 + n % 7) for n in (300, 3, 255, 64, 257, 1)]
-    for one, done in zip(works, run(layout.engine(), works), strict=True):
-        assert list(done.generated_ids) == layout.alone(one.prompt_ids, one.request.max_tokens)
-
-
 @pytest.mark.parametrize("batching", Batching)
 def test_a_turn_that_continues_the_last_one_answers_as_uncached(layout, batching):
     if batching == Batching.ROWS != layout.batching:
@@ -42,23 +34,6 @@ def test_a_turn_that_continues_the_last_one_answers_as_uncached(layout, batching
     second.append(work(random_ids(rng, 20), 9))  # a cold sequence among the restored ones
     for one, done in zip(second, run(layout.engine(prefill_tokens=32, batching=batching), second), strict=True):
         assert list(done.generated_ids) == layout.alone(one.prompt_ids, 9)
-
-
-def test_an_identical_prompt_continues_from_just_before_its_last_token(layout):
-    rng = random.Random(3)
-    first = [work(random_ids(rng, n), 7) for n in (300, 70)]
-    done = run(layout.engine(), first)
-    again = [
-        work(one.prompt_ids, 7, prefix_of(was.cache, len(one.prompt_ids) - 1))
-        for one, was in zip(first, done, strict=True)
-    ]
-    for was, now in zip(done, run(layout.engine(), again), strict=True):
-        assert now.generated_ids == was.generated_ids
-        # The restored snapshot is returned again, for the version that replaces this one.
-        assert [s.n_tokens for s in now.cache.snapshots] == [s.n_tokens for s in was.cache.snapshots]
-        for old, new in zip(was.cache.snapshots, now.cache.snapshots, strict=True):
-            pairs = zip((x for s in old.states for x in s), (x for s in new.states for x in s), strict=True)
-            assert all(np.allclose(x, y, atol=1e-4) for x, y in pairs)
 
 
 def test_snapshots_have_the_layers_and_positions_of_the_spec(layout):
@@ -104,11 +79,6 @@ def test_a_stop_string_leaves_only_the_snapshot_before_it(layout):
     assert (cut.ended_by, cut.kept) == ("stop", n_kept)
     assert [s.n_tokens for s in cut.cache.snapshots] == ([89] if layout.spec.snapshot_layers else [])
     assert cut.cache.n_tokens == 90 + n_kept
-
-
-def test_no_cache_is_returned_if_none_is_to_be_saved(layout):
-    (done,) = run(layout.engine(), [work([1, 2, 3], 2, is_saved=False)])
-    assert done.cache is None
 
 
 def test_layer_kinds_are_read_from_the_caches():

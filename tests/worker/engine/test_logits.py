@@ -186,15 +186,6 @@ def test_penalties_and_stop_tokens_are_right_with_drafts():
     assert drafts.n_drafted > drafts.n_accepted
 
 
-def test_a_plain_batch_has_no_processors(crowd):
-    layout, works, _ = crowd
-    engine = layout.engine()
-    for one in (works[0], work([1, 2], 5, stop_token_ids=[9], ignore_eos=True)):
-        engine.submit(one)
-    assert [sequence.sampling.processors for sequence in engine._scheduler] == [[], []]
-    engine.close()
-
-
 def test_a_stop_token_may_be_an_end_of_sequence_that_is_ignored():
     layout = Layout("llama", eos=False)
     one = work(random_ids(random.Random(3), 30), 20)

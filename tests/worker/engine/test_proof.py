@@ -371,11 +371,15 @@ def test_a_damaged_memory_of_verdicts_costs_a_proof_and_nothing_else(verdicts, d
 
 
 @pytest.mark.parametrize(("error", "is_remembered"), [(RuntimeError("[malloc]"), False), (ValueError("shapes"), True)])
-def test_only_a_permanent_failure_is_remembered(tmp_path, monkeypatch, error, is_remembered):
+@pytest.mark.parametrize(
+    ("fails_above", "mode"),
+    [(1, ServingMode(Batching.ONE_AT_A_TIME)), (0, ServingMode(Batching.AS_MLX_LM, memory=False))],
+)
+def test_only_a_permanent_failure_is_remembered(tmp_path, monkeypatch, fails_above, mode, error, is_remembered):
     from stoker_worker.engine.proof import remembered_or_proved
 
     def is_wrong(sequences, tokens):
-        if sequences > 1:
+        if sequences > fails_above:
             raise error
         return False
 
@@ -385,34 +389,8 @@ def test_only_a_permanent_failure_is_remembered(tmp_path, monkeypatch, error, is
     verdict = remembered_or_proved(
         memo, "f", max_batch=8, draft_ngram=False, device="cpu", prove=lambda before: proof_of(layout)
     )
-    assert verdict.mode == ServingMode(Batching.ONE_AT_A_TIME)
+    assert verdict.mode == mode
     assert memo.exists() == is_remembered
-
-
-@pytest.mark.parametrize(("error", "is_remembered"), [(RuntimeError("[malloc]"), False), (ValueError("shapes"), True)])
-def test_a_model_that_cannot_run_alone_is_remembered_if_the_failure_is_permanent(
-    tmp_path, monkeypatch, error, is_remembered
-):
-    from stoker_worker.engine.proof import remembered_or_proved
-
-    def is_wrong(sequences, tokens):
-        raise error
-
-    layout = Layout("llama")
-    break_when(layout, monkeypatch, is_wrong)
-    memo = tmp_path / "model-proofs.json"
-    verdict = remembered_or_proved(
-        memo, "f", max_batch=8, draft_ngram=False, device="cpu", prove=lambda before: proof_of(layout)
-    )
-    assert verdict.mode == ServingMode(Batching.AS_MLX_LM, memory=False)
-    assert memo.exists() == is_remembered
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_rounding_in_a_batch_is_no_fault_even_if_the_model_alone_does_not_round(dtype):
-    from stoker_worker.engine.trial import Limit
-
-    assert 0.01 < Limit.of(dtype, rounding=0.0).apart < Limit.of(dtype).apart
 
 
 def test_a_cache_made_in_another_mode_belongs_to_another_model():

@@ -8,53 +8,6 @@ from stoker_worker.engine.scripted import ScriptedTokenizer
 from stoker_worker.engine.text import StopScanner
 
 
-class WordTokenizer(ScriptedTokenizer):
-    """Tokens of several characters: token i is the i-th piece."""
-
-    def __init__(self, pieces: list[str]) -> None:
-        self.pieces = pieces
-
-    def decode(self, token_ids):
-        return "".join(self.pieces[i] for i in token_ids)
-
-
-def scan(pieces: list[str], stops: list[str]):
-    scanner = StopScanner(WordTokenizer(pieces), stops)
-    for i in range(len(pieces)):
-        if scanner.add(i):
-            return i + 1, *scanner.cut()
-    return None
-
-
-def test_a_stop_string_across_token_borders_is_found_in_the_token_that_completes_it():
-    assert scan(["Hello", " wo", "rld\nUs", "er: x"], ["\nUser:"]) == (4, "Hello world", 2, "rld")
-
-
-def test_tokens_wholly_before_the_stop_are_kept_and_the_rest_of_the_text_is_carried():
-    used, text, kept, carry = scan(["ab", "cd", "efSTOPgh"], ["STOP"])
-    assert (used, text, kept, carry) == (3, "abcdef", 2, "ef")
-
-
-def test_the_text_is_cut_at_the_earliest_of_several_stop_strings():
-    assert scan(["one two three"], ["three", "two"])[1] == "one "
-
-
-def test_text_without_a_stop_string_never_stops():
-    assert scan(["a", "b", "c"], ["abcd"]) is None
-
-
-def test_a_character_split_over_tokens_is_complete_before_it_counts():
-    tokenizer = ScriptedTokenizer()
-    scanner = StopScanner(tokenizer, ["é!"])
-    assert [scanner.add(byte) for byte in "xé!".encode()] == [False, False, False, True]
-    assert scanner.cut() == ("x", 1, "")
-
-
-def test_a_cut_before_a_stop_was_found_is_refused():
-    with pytest.raises(ValueError, match="no stop string"):
-        StopScanner(ScriptedTokenizer(), ["x"]).cut()
-
-
 @pytest.mark.parametrize(
     ("tokens", "kept", "carry"),
     [

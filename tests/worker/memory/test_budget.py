@@ -116,13 +116,14 @@ def test_an_evicted_agent_continues_and_its_next_turn_is_cached_again(tmp_path: 
 
 
 def test_eviction_leaves_the_start_of_a_chain(tmp_path: Path) -> None:
-    agent = Agent(open_store(tmp_path), model=BIG)
+    agent = Agent(open_store(tmp_path, keep_unused_s=0), model=BIG)
     agent.say(LONG[:1100])
     squeeze(agent.store, settled_bytes(agent.store) - 1)
-    restored = agent.restore(LONG[:1200])
-    assert restored.prefix is not None
-    assert restored.prefix.n_tokens % 256 == 0
-    assert 0 < restored.prefix.n_tokens < 1100
+    left = agent.cached(LONG[:1200])
+    assert left % 256 == 0
+    assert 0 < left < 1100
+    agent.store.budget.make_room()  # the agent still uses the rest
+    assert agent.cached(LONG[:1200]) == left
 
 
 def test_eviction_continues_to_the_low_water_mark(tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import safetensors
-from safetensors.numpy import load_file
 
 from stoker_worker.memory.blocks import CachePiece, Fault, bytes_of, empty_layers, fits
 from stoker_worker.ports import LayerKV, as_uint16_if_bfloat16
@@ -59,30 +57,6 @@ def test_arrays_of_any_memory_order_are_written_alike() -> None:
     assert b"".join(PIECE.encode(layers, 0)) == b"".join(PIECE.encode(turned, 0))
 
 
-def test_files_are_valid_safetensors(tmp_path: Path) -> None:
-    layers = random_layers(PIECE.spec, 3)
-    path = write(tmp_path / "piece.safetensors", PIECE, layers)
-    tensors = load_file(path)
-    assert set(tensors) == {f"layer.{i}.{side}" for i in (0, 1) for side in ("keys", "values")}
-    for index, (keys, values) in enumerate(layers):
-        assert np.array_equal(tensors[f"layer.{index}.keys"], keys)
-        assert np.array_equal(tensors[f"layer.{index}.values"], values)
-    with safetensors.safe_open(path, framework="numpy") as file:
-        metadata = file.metadata()
-    assert metadata["kind"] == "tail"
-    assert metadata["token_ids"] == "5,70000,9"
-    assert metadata["parent"] == PIECE.parent
-    assert metadata["model"] == PIECE.model
-    assert metadata["cache"] == PIECE.spec.describe()
-
-
-def test_a_bfloat16_file_has_the_dtype_BF16() -> None:
-    piece = replace(PIECE, spec=ModelCacheSpec(UNEVEN, "bfloat16"))
-    data = b"".join(piece.encode(random_layers(piece.spec, 3), 0))
-    entries = dict(safetensors.deserialize(data))  # type: ignore[no-untyped-call]
-    assert {entry["dtype"] for entry in entries.values()} == {"BF16"}
-
-
 def test_a_changed_byte_anywhere_is_noticed(tmp_path: Path) -> None:
     path = write(tmp_path / "piece", PIECE, random_layers(PIECE.spec, 3))
     data = path.read_bytes()
@@ -91,14 +65,6 @@ def test_a_changed_byte_anywhere_is_noticed(tmp_path: Path) -> None:
         changed[position] ^= 0x20
         path.write_bytes(changed)
         assert load(path, PIECE)[0] == "corrupt", position
-
-
-def test_a_file_cut_short_or_grown_is_noticed(tmp_path: Path) -> None:
-    path = write(tmp_path / "piece", PIECE, random_layers(PIECE.spec, 3))
-    data = path.read_bytes()
-    for changed in (b"", data[:5], data[:100], data[:-1], data + b"\0"):
-        path.write_bytes(changed)
-        assert load(path, PIECE)[0] == "corrupt"
 
 
 @pytest.mark.parametrize(
@@ -116,11 +82,6 @@ def test_a_file_cut_short_or_grown_is_noticed(tmp_path: Path) -> None:
 def test_an_intact_file_of_another_piece_is_foreign(tmp_path: Path, asked: CachePiece) -> None:
     path = write(tmp_path / "piece", PIECE, random_layers(PIECE.spec, 3))
     assert load(path, asked)[0] == "foreign"
-
-
-def test_a_missing_and_an_unreadable_file_are_told_apart(tmp_path: Path) -> None:
-    assert load(tmp_path / "nothing", PIECE)[0] == "missing"
-    assert load(tmp_path, PIECE)[0] == "unreadable"
 
 
 def test_a_file_that_the_system_returns_in_parts_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,15 +99,6 @@ def test_a_damaged_block_is_a_miss_from_there_and_is_written_anew(
     assert agent.cached((*NEXT, 4)) == len(NEXT)
 
 
-def test_files_that_a_power_cut_tore_are_all_written_anew_by_the_next_turn(agent: Agent, tmp_path: Path) -> None:
-    torn = [*blocks_of(agent, tmp_path), tail_of(agent)]
-    for path in torn:
-        path.write_bytes(bytes(path.stat().st_size))
-    agent.say(NEXT)
-    assert agent.store.misses == {"block_corrupt": 1}
-    assert agent.cached((*NEXT, 4)) == len(NEXT)
-
-
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_tail_costs_only_the_tail(agent: Agent, damage: str) -> None:
     tail = tail_of(agent)
@@ -163,13 +154,6 @@ def test_another_models_block_is_foreign_and_never_loaded(agent: Agent, tmp_path
     shutil.copy(other, blocks_of(agent, tmp_path)[0])
     assert agent.restore(NEXT).miss_reason == "block_foreign"
     assert agent.cached(NEXT) == 0
-
-
-def test_an_unreadable_block_is_a_miss_and_not_an_error(agent: Agent, tmp_path: Path) -> None:
-    path = blocks_of(agent, tmp_path)[1]
-    path.unlink()
-    path.mkdir()
-    assert agent.restore(NEXT).miss_reason == "block_unreadable"
 
 
 def test_the_agents_own_block_serves_when_the_prompts_is_damaged(agent: Agent, tmp_path: Path) -> None:

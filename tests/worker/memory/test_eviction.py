@@ -90,24 +90,6 @@ def index() -> Iterator[Index]:
     connection.close()
 
 
-def test_nothing_is_evicted_below_the_limit(index: Index) -> None:
-    index.add("one", "abc", used_at=1)
-    assert index.unused(0) == ""
-    assert index.agents(0) == ("", "")
-    assert not Plan()
-
-
-def test_blocks_without_a_user_go_from_the_end_and_agents_blocks_do_not(index: Index) -> None:
-    index.add("one", "abc", used_at=1)
-    index.add("two", "xyz", used_at=2)
-    assert index.unused(10**9) == ""
-    index.use("two", "x")
-    assert index.unused(1) == "z"
-    assert index.unused(150) == "z"  # `y` is not at an end yet
-    index.carry_out(plan_unused(index.connection, need_bytes=150, held=set(), unused_before=-1.0, most=9))
-    assert index.unused(50) == "y"
-
-
 def test_the_least_recently_used_agent_goes_first_and_its_chain_from_the_end(index: Index) -> None:
     index.add("one", "abc", used_at=1)
     index.add("two", "xyz", used_at=2)
@@ -117,66 +99,11 @@ def test_the_least_recently_used_agent_goes_first_and_its_chain_from_the_end(ind
     assert index.agents(10**9) == ("zyxcba", "two one")
 
 
-def test_an_agent_with_work_loses_nothing(index: Index) -> None:
-    index.add("one", "abc", used_at=1)
-    index.add("two", "xyz", used_at=2)
-    assert index.agents(10**9, pinned="one") == ("zyx", "two")
-    assert index.agents(10**9, pinned="one two") == ("", "")
-
-
-def test_a_shared_block_stays_while_a_remaining_agent_uses_it(index: Index) -> None:
-    index.add("one", "abc", used_at=1)
-    index.add("two", "abz", used_at=2)
-    assert index.agents(110) == ("c", "one")
-    assert index.agents(300) == ("czb", "one two")
-    assert index.agents(10**9, pinned="two") == ("c", "one")
-    assert index.agents(10**9, pinned="one") == ("z", "two")
-
-
 def test_agents_that_end_at_one_block_lose_it_together(index: Index) -> None:
     for number in range(50):
         index.add(f"agent {number}", "ab", used_at=number)
     assert index.agents(400) == ("", " ".join(f"agent {number}" for number in range(40)))
     assert index.agents(501) == ("b", " ".join(f"agent {number}" for number in range(50)))
-
-
-def test_a_held_block_is_never_evicted(index: Index) -> None:
-    index.add("one", "abc", used_at=1)
-    assert index.agents(10**9, held="b") == ("c", "one")
-    index.use("one", "")
-    assert index.unused(10**9, held="c") == ""
-
-
-def test_blocks_unused_for_long_are_removed_even_below_the_limit(index: Index) -> None:
-    index.add("one", "abc", used_at=1)
-    index.use("one", "ab", now=5.0)
-    assert index.unused(0, unused_before=4.0) == ""
-    assert index.unused(0, unused_before=5.0) == "c"
-    index.use("one", "abc", now=6.0)
-    assert index.unused(0, unused_before=7.0) == ""
-
-
-def test_the_blocks_before_one_unused_for_long_have_been_so_too(index: Index) -> None:
-    index.add("one", "abc", used_at=1)
-    index.use("one", "x", now=5.0)
-    for block in "cba":
-        plan = plan_unused(index.connection, need_bytes=0, held=set(), unused_before=5.0, most=9)
-        assert index.named(plan)[0] == block
-        index.carry_out(plan)
-
-
-def test_a_plan_has_at_most_the_blocks_asked_for(index: Index) -> None:
-    index.add("one", "abc", used_at=1)
-    index.add("two", "xyz", used_at=2)
-    assert index.agents(10**9, most=4) == ("cbaz", "one two")
-
-
-def test_an_agent_without_cache_is_not_planned_again(index: Index) -> None:
-    index.add("one", "ab", used_at=1)
-    index.add("two", "x", used_at=2)
-    index.carry_out(plan_agents(index.connection, index.idle(), need_bytes=201, held=set(), most=9))
-    assert index.agents(1) == ("", "two")
-    assert cache_index.cache_bytes(index.connection) == 110
 
 
 def test_what_was_saved_since_the_plan_stays(index: Index) -> None:

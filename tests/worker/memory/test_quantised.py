@@ -22,7 +22,6 @@ from tests.worker.memory.agents import (
     open_store,
     problems_of,
 )
-from tests.worker.memory.test_damage import DAMAGES
 
 from stoker_worker.memory.blocks import BITS, dequantise, packed_shapes, quantise
 from stoker_worker.ports import Array, SequenceCache
@@ -123,14 +122,6 @@ def test_the_largest_numbers_infinity_and_nan_come_back_finite(dtype: str, bits:
     assert found[2] == -most
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_the_smallest_numbers_keep_their_order(bits: int) -> None:
-    least = 2.0**-149
-    for step in (1, 2, 6, 1000):
-        array = (np.arange(64) * step * least).astype(np.float32).reshape(1, 1, 64)
-        expect_close(array, "float32", bits)
-
-
 def test_bfloat16_is_rounded_to_nearest_even() -> None:
     wide = np.array([1.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -1 - 2**-8], np.float32).reshape(1, 1, 5)
     target = np.empty((1, 1, 5), np.uint16)
@@ -165,13 +156,6 @@ def test_no_group_spans_two_tokens(dim: int, group: int) -> None:
         assert (q.shape, scales.shape, biases.shape) == (*packed_shapes((2, 7, dim), bits), scales.shape)
         assert (q.dtype.name, scales.dtype.name, biases.dtype.name) == ("uint8", "float32", "float32")
         assert np.array_equal(back(array, bits)[:, :3], back(other, bits)[:, :3])
-
-
-def test_four_bits_are_packed_low_half_first() -> None:
-    levels = np.arange(16, dtype=np.float32).reshape(1, 1, 16)
-    q, scales, biases = quantise(levels, 4)
-    assert q.ravel().tolist() == [0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]
-    assert (scales.ravel().tolist(), biases.ravel().tolist()) == ([1.0], [0.0])
 
 
 def test_a_strided_target_is_filled_and_nothing_beside_it() -> None:
@@ -233,50 +217,6 @@ def test_blocks_are_smaller_and_tails_keep_full_precision(tmp_path: Path, store_
         wanted = cache_of(LONG[:300], agent.model)[0][0][:, 256:]
         assert np.array_equal(tail["layer.0.keys"], wanted)
     assert sizes[store_dtype] < at_most * sizes["native"]
-
-
-@pytest.mark.parametrize("store_dtype", BITS)
-def test_quantised_blocks_are_valid_safetensors(tmp_path: Path, store_dtype: str) -> None:
-    agent = agent_of(tmp_path, store_dtype)
-    agent.say(LONG[:256])
-    tensors = load_file(files_below(tmp_path / "blocks")[0])
-    assert set(tensors) == {
-        f"layer.{i}.{side}.{part}" for i in (0, 1) for side in ("keys", "values") for part in ("q", "scales", "biases")
-    }
-    for index, pair in enumerate(cache_of(LONG[:256], agent.model)):
-        for side, array in zip(("keys", "values"), pair, strict=True):
-            parts = tuple(tensors[f"layer.{index}.{side}.{part}"] for part in ("q", "scales", "biases"))
-            for ours, theirs in zip(quantise(array, BITS[store_dtype]), parts, strict=True):
-                assert ours.dtype == theirs.dtype
-                assert np.array_equal(ours, theirs)
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("store_dtype", BITS)
-def test_a_damaged_quantised_block_is_a_named_miss(tmp_path: Path, store_dtype: str, damage: str) -> None:
-    agent = agent_of(tmp_path, store_dtype)
-    agent.say(LONG[:256])
-    before = set(files_below(tmp_path / "blocks"))
-    agent.say(LONG[:700])
-    (second,) = set(files_below(tmp_path / "blocks")) - before
-    DAMAGES[damage](second)
-    restored = agent.restore((*LONG[:700], 1))
-    assert restored.prefix is not None
-    assert (restored.prefix.n_tokens, restored.miss_reason) == (256, "block_corrupt")
-    agent.say((*LONG[:700], 1))
-    assert agent.cached((*LONG[:700], 1, 2)) == 701
-
-
-def test_a_removed_or_exchanged_quantised_block_is_a_named_miss(tmp_path: Path) -> None:
-    agent = agent_of(tmp_path, "q8")
-    agent.say(LONG[:256])
-    (first,) = files_below(tmp_path / "blocks")
-    agent.say(LONG[:512])
-    (second,) = set(files_below(tmp_path / "blocks")) - {first}
-    second.write_bytes(first.read_bytes())
-    assert agent.restore((*LONG[:512], 1)).miss_reason == "block_foreign"
-    assert agent.restore((*LONG[:512], 1)).miss_reason == "block_missing"
-    assert agent.cached((*LONG[:512], 1)) == 256
 
 
 def test_a_block_of_another_precision_is_never_loaded(tmp_path: Path) -> None:

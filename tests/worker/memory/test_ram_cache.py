@@ -75,26 +75,6 @@ def test_a_cache_read_from_disk_stays_in_ram_without_a_copy(tmp_path: Path) -> N
     assert agent.store.ram_cache.n_bytes == 600 * TOKEN_BYTES
 
 
-@pytest.mark.parametrize("shared", [0, 1, 255, 256, 300, 511, 512, 599, 600])
-@pytest.mark.parametrize("new", [0, 1, 300])
-def test_ram_and_disk_give_the_same_cache(tmp_path: Path, shared: int, new: int) -> None:
-    prompt = LONG[:shared] + ids(new, seed=9)
-    given = []
-    for name, limit in (("ram_cache", PLENTY), ("cold", 0)):
-        agent = Agent(open_store(tmp_path / name, limit))
-        agent.say(LONG[:400])
-        agent.say(LONG[:400], LONG[400:600])
-        restored = agent.restore(prompt)
-        tokens = restored.prefix.n_tokens if restored.prefix else 0
-        assert restored.source == ("none" if not tokens else "memory" if limit else "disk")
-        given.append(tokens)
-        agent.say(prompt, (5,))
-        assert agent.tokens() == (*prompt, 5)
-        assert agent.cached((*prompt, 5, 6)) == len(prompt) + 1
-        assert problems_of(agent.store) == []
-    assert given[0] == given[1]
-
-
 def test_memory_stays_within_its_limit_and_the_agent_used_last_stays(tmp_path: Path) -> None:
     store = open_store(tmp_path, 1000 * TOKEN_BYTES)
     agents = [Agent(store, name) for name in "abc"]
@@ -161,20 +141,6 @@ def test_a_block_that_the_prompt_ends_in_is_read_straight_into_the_engines_memor
     prefix = agent.restore(LONG[:512]).prefix  # compares every byte
     assert prefix is not None
     assert prefix.n_tokens == 511
-
-
-def test_a_damaged_block_ends_a_prefix_in_the_engines_memory_before_it(tmp_path: Path) -> None:
-    agent = Agent(open_store(tmp_path, 0), model=with_rooms(MODEL))
-    agent.say(LONG[:700])
-    address = BlockChain(MODEL.fingerprint, None, LONG[:700]).addresses[1]
-    path = next(tmp_path.rglob(f"{address}.*"))
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    restored = agent.restore((*LONG[:700], 1))
-    assert restored.miss_reason == "block_corrupt"
-    assert restored.prefix is not None
-    assert restored.prefix.n_tokens == 256
 
 
 @pytest.mark.parametrize(("n_prompt", "n_room", "n_left"), [(500, 500, 40), (900, 256, 0)])

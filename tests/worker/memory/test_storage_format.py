@@ -181,10 +181,6 @@ def test_the_program_on_the_page_prints_a_conversation(talked: AgentCacheStore, 
     assert talked.open_agent(name).transcript == transcript
 
 
-def test_that_program_has_at_most_20_lines() -> None:
-    assert len(CONVERSATION.splitlines()) <= 20
-
-
 def test_the_program_reads_a_store_that_is_closed(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     save(Agent(store), raw("once"))

@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.worker.memory.agents import (
     MODEL,
-    SPEC,
     Agent,
     cache_of,
     files_below,
@@ -36,20 +35,6 @@ from stoker_worker.ports import SequenceCache
 LONG = ids(1000)
 
 
-def test_a_conversation_and_its_results_survive_a_restart(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    agent = Agent(store)
-    turns = []
-    for length in (10, 300, 305, 40, 900):
-        turns.append(agent.turn(LONG[:length], (7, 8)))
-        store.save(turns[-1])
-    agent.store = reopen(agent.store, tmp_path)
-    version = agent.open()
-    assert version.number == 5
-    assert version.transcript == turns[-1].transcript
-    assert [agent.store.answer("agent", turn.delivery) for turn in turns] == [turn.result for turn in turns]
-
-
 @pytest.mark.parametrize("name", ["../../etc/passwd", "a/b", "\U0001f600 \u200d", " ", ".", "x" * 200, "CON", "Agent"])
 def test_an_agent_id_is_never_a_path(tmp_path: Path, name: str) -> None:
     agent = Agent(open_store(tmp_path / "store"), name)
@@ -57,18 +42,6 @@ def test_an_agent_id_is_never_a_path(tmp_path: Path, name: str) -> None:
     Agent(agent.store, name.lower() + "!").say(LONG[:20])
     assert agent.tokens() == LONG[:10]
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
-
-
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.integers(0, 800), st.integers(0, 800), st.integers(0, 300))
-def test_any_longest_common_prefix_is_reused(tmp_path: Path, stored: int, shared: int, new: int) -> None:
-    agent = Agent(open_store(tmp_path / f"{stored}-{shared}-{new}"))
-    agent.say(LONG[:stored])
-    shared = min(shared, stored)
-    prompt = LONG[:shared] + tuple(token + 50_000 for token in range(new))
-    assert agent.cached(prompt) == max(0, min(shared, len(prompt) - 1))
-    assert agent.restore(prompt).miss_reason is None
-    agent.store.close()
 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -111,15 +84,6 @@ def test_an_agent_can_move_to_another_model(tmp_path: Path) -> None:
     moved = Agent(store, model=make_model("b"))
     moved.say(LONG[:300], (5,))
     assert moved.cached((*LONG[:300], 5, 6)) == 301
-
-
-def test_bfloat16_caches_travel_as_uint16(tmp_path: Path) -> None:
-    spec = dataclasses.replace(SPEC, dtype="bfloat16")
-    agent = Agent(open_store(tmp_path), model=make_model(spec=spec))
-    agent.say(LONG[:600])
-    restored = agent.restore(LONG[:600])
-    assert restored.prefix is not None
-    assert {array.dtype for pair in restored.prefix.layers for array in pair} == {np.dtype(np.uint16)}
 
 
 def test_a_turn_that_comes_too_late_changes_no_file(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from stoker_worker.pipeline.job import Cancelled, Failed, Finished, GivenBack
 from stoker_worker.pipeline.prompt import Prompt
 from stoker_worker.ports import (
     CompletedGeneration,
-    GenerationTiming,
     Restored,
     SequenceCache,
     SequenceProgress,
@@ -256,22 +255,6 @@ def job_of(n, **fields):
     return job
 
 
-def test_choice_i_is_the_job_with_seed_plus_i():
-    works = list(works_of(job_of(4, seed=2**63 - 1, temperature=1.0)))
-    assert [work.request.seed for work in works] == [2**63 - 1 + i for i in range(4)]
-    assert {work.request.temperature for work in works} == {1.0}
-    assert [work.request.seed for work in works_of(job_of(3))] == [None] * 3
-
-
-def test_only_the_first_choice_restores_and_saves_and_all_share():
-    works = list(works_of(job_of(3)))
-    assert [(work.prefix is not None, work.is_saved, work.shares) for work in works] == [
-        (True, True, SHARES), (False, False, SHARES), (False, False, SHARES),
-    ]  # fmt: skip
-    (alone,) = works_of(job_of(1))
-    assert (alone.prefix is not None, alone.is_saved, alone.shares) == (True, True, SHARES)
-
-
 def test_each_choice_has_a_guide_of_its_own():
     job = job_of(3)
     job.guide = SimpleNamespace(fork=SimpleNamespace)
@@ -320,15 +303,6 @@ def test_a_job_with_one_choice_has_no_list_of_them():
     choices = Choices(job, [5])
     choices.end(end(5))
     assert result_of(job, choices.outcome().completion).choices is None
-
-
-def test_decoding_lasts_until_the_last_choice_ends():
-    job = job_of(2)
-    choices = Choices(job, [0, 1])
-    choices.end(end(0, timing=GenerationTiming(waited_s=1, prefill_s=2, decode_s=3)))
-    choices.end(end(1, timing=GenerationTiming(waited_s=4, prefill_s=0.5, decode_s=5)))
-    timing = result_of(job, choices.outcome().completion).timing
-    assert (timing.prefill_s, timing.decode_s) == (2, 6.5)
 
 
 def test_progress_is_that_of_all_choices_and_the_text_that_of_the_first():

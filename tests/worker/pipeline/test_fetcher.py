@@ -11,7 +11,7 @@ from tests.support.wait import wait_for
 from tests.worker.pipeline.stages import MODEL, TIMEOUT_S, NotedLoader, PlayedStore
 
 from stoker_shared.answer_parts import Markers
-from stoker_worker.pipeline.fetcher import Fetcher, Leaving, busy_beside
+from stoker_worker.pipeline.fetcher import Fetcher, Leaving
 from stoker_worker.pipeline.job import Job
 from stoker_worker.ports import Busy, ClaimedJob, LoadedModel, MaxBatch, TextSoFar
 
@@ -182,23 +182,6 @@ def test_a_withdrawn_or_late_job_is_cancelled_and_streamed_texts_are_published()
     fetcher.join(TIMEOUT_S)
 
 
-def test_a_fetcher_outlives_an_outage_of_redis_and_an_entry_it_cannot_handle(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    queue, loader = InMemoryQueue(), NotedLoader()
-    queue.away = True
-    fetcher = fetcher_of(queue, loader, poll_s=0.01)
-    time.sleep(0.05)
-    with monkeypatch.context() as patched:
-        patched.setattr(queue, "tidy", lambda: 1 / 0)
-        queue.away = False
-        time.sleep(0.6)
-    queue.enqueue(job_id="a")
-    assert loader.jobs.get(timeout=TIMEOUT_S).job_id == "a"
-    fetcher.leave()
-    fetcher.join(TIMEOUT_S)
-
-
 def test_a_late_job_is_cancelled_while_redis_is_away() -> None:
     queue, loader = InMemoryQueue(), NotedLoader()
     queue.enqueue(job_id="late", timeout_s=0.2)
@@ -209,27 +192,3 @@ def test_a_late_job_is_cancelled_while_redis_is_away() -> None:
     fetcher.leave()
     job.claimed.release()
     fetcher.join(TIMEOUT_S)
-
-
-def test_the_fetcher_counts_writing_and_reading_agents_and_free_slots() -> None:
-    queue = InMemoryQueue()
-    for job_id, cache in (("a", "readwrite"), ("b", "read"), ("none", "off")):
-        queue.enqueue(job_id=job_id, agent_id=job_id, cache=cache)
-    jobs = queue.claim(3, Busy())
-    assert busy_beside(jobs) == Busy(writing=frozenset({"a"}), reading=frozenset({"b"}))
-
-
-def test_while_the_shared_store_is_away_only_jobs_without_memory_are_claimed() -> None:
-    queue, loader, store = InMemoryQueue(), NotedLoader(), PlayedStore()
-    store.away = True
-    queue.enqueue(job_id="writes", agent_id="a")
-    queue.enqueue(job_id="reads", agent_id="b", cache="read")
-    queue.enqueue(job_id="plain")
-    fetcher = fetcher_of(queue, loader, store, max_in_flight=4, poll_s=0.001)
-    assert loader.jobs.get(timeout=TIMEOUT_S).job_id == "plain"
-    assert (queue.state("writes"), queue.state("reads")) == ("queued", "queued")
-    store.away = False
-    assert {loader.jobs.get(timeout=TIMEOUT_S).job_id for _ in range(2)} == {"writes", "reads"}
-    for job in queue.in_flight():
-        job.release()
-    end(fetcher, queue)

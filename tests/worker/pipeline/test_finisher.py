@@ -2,7 +2,6 @@
 
 import logging
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.answers import without_total
 from tests.support.in_memory.queue import InMemoryJob, InMemoryQueue
 from tests.support.wait import wait_for
 from tests.worker.memory.agents import FastDisk
@@ -22,7 +20,6 @@ from stoker_shared.errors import (
     AgentVersionConflict,
     AgentVersionNotSaved,
     JobLost,
-    RedisUnavailable,
     VersionTaken,
     WorkerLostTooOften,
 )
@@ -95,23 +92,6 @@ def test_a_disk_that_hangs_for_one_agent_delays_no_other_agents_result(scene: Sc
     assert scene.states("slow") == ["finished"]
 
 
-def test_late_results_of_a_deposed_worker_are_dropped_and_logged(
-    scene: Scene, caplog: pytest.LogCaptureFixture
-) -> None:
-    jobs = [loaded_job(scene.queue, agent_id) for agent_id in "ab"]
-    scene.queue.take_over()
-    for n_left, job in enumerate(reversed(jobs)):
-        scene.finisher.put(job, generated())
-        scene.wait_for_release(n_left=1 - n_left)
-    assert scene.states("a", "b") == ["started"] * 2
-    assert scene.queue.dropped == ["job-b", "job-a"]
-    assert [scene.store.open_agent(agent_id).number for agent_id in "ab"] == [0, 0]
-    assert [line for line in caplog.messages if "dropped" in line] == [
-        "dropped job=job-b",
-        "dropped job=job-a",
-    ]
-
-
 def test_a_job_that_redis_has_lost_ends_in_a_log_line_with_its_id_and_saves_nothing(
     scene: Scene, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,17 +107,6 @@ def test_a_job_that_redis_has_lost_ends_in_a_log_line_with_its_id_and_saves_noth
         "lost job=job-a agent=a reason='Redis has lost data'",
         "lost job=job-b agent=b reason='Redis has lost data'",
     ]
-
-
-def test_a_result_waits_until_redis_is_back_and_is_then_posted(scene: Scene) -> None:
-    job = loaded_job(scene.queue, "a")
-    scene.queue.away = True
-    scene.finisher.put(job, generated())
-    time.sleep(0.1)
-    assert scene.states("a") == ["started"]
-    scene.queue.away = False
-    scene.wait_for_release()
-    assert scene.states("a") == ["finished"]
 
 
 def test_a_stop_while_redis_is_away_saves_finished_turns_and_leaves_the_rest_to_recovery(scene: Scene) -> None:
@@ -505,20 +474,6 @@ def test_a_result_that_could_not_be_posted_is_not_forgotten(
     assert ended == []
 
 
-def test_a_saved_turn_has_the_version_that_its_result_names(scene: Scene) -> None:
-    for number in (1, 2):
-        job = Job(claimed(scene.queue, "a", job_id=f"job-{number}"), scene.store.open_agent("a"))
-        job.prompt = Prompt((number, 2), None, "p")
-        scene.finisher.put(job, generated())
-        scene.wait_for_release()
-        result = scene.queue.entries[f"job-{number}"].result
-        assert result is not None
-        assert result["cache"]["agent_version"] == scene.store.open_agent("a").number == number
-        answer = scene.store.answer("a", job.claimed.delivery)
-        assert answer is not None
-        assert without_total(answer) == without_total(result)
-
-
 @pytest.mark.parametrize("context", ["append", "full"])
 def test_a_turn_after_a_version_that_could_not_be_read_is_not_saved(tmp_path: Path, context: str) -> None:
     """Its index is damaged, so that nobody knows which version would be the next one."""
@@ -538,59 +493,6 @@ def test_a_turn_after_a_version_that_could_not_be_read_is_not_saved(tmp_path: Pa
     report = entry.result["cache"]
     assert (entry.result["text"], report["saved"], report["agent_version"]) == ("more", False, None)
     assert "could not be read" in report["save_error"]
-
-
-@pytest.mark.parametrize("context", ["append", "full"])
-def test_a_turn_whose_cache_cannot_be_written_is_saved_and_tells_why(tmp_path: Path, context: str) -> None:
-    store, queue = AgentCacheStore(tmp_path, files=FastDisk()), InMemoryQueue()
-    (tmp_path / "tmp").rmdir()
-    (tmp_path / "tmp").write_text("stray")
-    queue.enqueue(job_id="job", agent_id="a", prompt="say so", context=context)
-    options = {"burst": True, "poll_s": 0.001}
-    Worker(read_settings(options), queue, store, ScriptedProvider(max_batch=1, steps_per_s=1000)).run()
-    store.close()
-    result = queue.entries["job"].result
-    assert result is not None
-    report = result["cache"]
-    assert (report["saved"], report["agent_version"]) == (True, 1)
-    assert str(tmp_path / "tmp") in report["save_error"]
-
-
-def test_an_answer_from_the_history_is_posted_as_it_is(scene: Scene) -> None:
-    scene.finisher.put(loaded_job(scene.queue, "a"), Replayed({"text": "before"}))
-    scene.wait_for_release()
-    assert scene.queue.entries["job-a"].result == {"text": "before"}
-
-
-def test_the_total_time_includes_the_save(scene: Scene) -> None:
-    def slowly(agent_id: str | None) -> None:
-        time.sleep(0.3)
-
-    scene.store.before_write = slowly
-    job = loaded_job(scene.queue, "a")
-    began = time.time()
-    scene.finisher.put(job, generated())
-    scene.wait_for_release()
-    result = scene.queue.entries["job-a"].result
-    assert result is not None
-    assert result["timing"]["total_s"] >= began - job.claimed.enqueued_at + 0.3
-    remembered = scene.store.answer("a", job.claimed.delivery)
-    assert remembered is not None
-    assert remembered["timing"]["total_s"] < result["timing"]["total_s"]
-
-
-def test_a_transient_error_of_redis_is_no_failure(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, errors = InMemoryJob.finish, [RedisUnavailable("busy"), RedisUnavailable("busy")]
-
-    def finish(job: InMemoryJob, result: dict[str, object]) -> bool:
-        if errors:
-            raise errors.pop()
-        return real(job, result)
-
-    monkeypatch.setattr(InMemoryJob, "finish", finish)
-    scene.put_finished("a")
-    scene.wait_for_release()
-    assert scene.states("a") == ["finished"]
 
 
 def test_a_job_that_lost_too_many_workers_is_not_retried(scene: Scene) -> None:

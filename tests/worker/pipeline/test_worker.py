@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -199,83 +198,6 @@ def test_a_burst_ends_every_job_and_saves_each_turn_once() -> None:
     assert queue.in_flight() == ()
     assert queue.serving is not None
     assert (queue.serving.max_batch, queue.serving.max_batch_why) == (4, "given")
-
-
-def stopped_after(worker: Worker, queue: InMemoryQueue, act: Callable[[], None]) -> float:
-    """Run the worker, call `act` once a job is in the engine, and stop it; return how long the stop took."""
-    running = threading.Thread(target=worker.run, daemon=True)
-    running.start()
-    wait_for(lambda: any(entry.progress and entry.progress.tokens for entry in queue.entries.values()))
-    act()
-    began = time.monotonic()
-    worker.request_stop()
-    running.join(TIMEOUT_S)
-    assert not running.is_alive()
-    return time.monotonic() - began
-
-
-@pytest.mark.slow
-def test_a_stop_lets_running_jobs_finish_and_leaves_the_rest_in_the_queue() -> None:
-    queue = InMemoryQueue()
-    queue.enqueue(job_id="running", agent_id="a", max_tokens=1500)
-    queue.enqueue(job_id="waiting", agent_id="b", max_tokens=5)
-    settings = read_settings({"poll_s": 0.005})
-    worker = Worker(settings, queue, PlayedStore(), fast(max_batch=1))
-    stopped_after(worker, queue, lambda: None)
-    assert (queue.state("running"), queue.state("waiting")) == ("finished", "queued")
-
-
-def test_a_stop_without_grace_gives_running_jobs_back_in_their_order() -> None:
-    queue = InMemoryQueue()
-    for name in ("first", "second", "third"):
-        queue.enqueue(job_id=name, agent_id=name, max_tokens=1_000_000)
-    settings = read_settings({"poll_s": 0.005, "grace_s": 0.0})
-    stopped_after(Worker(settings, queue, PlayedStore(), fast(max_batch=2)), queue, lambda: None)
-    assert queue.waiting == ["first", "second", "third"]
-    assert [entry.lost for entry in queue.entries.values()] == [0] * 3
-
-
-@pytest.mark.slow
-def test_a_stop_does_not_wait_for_a_redis_that_is_away() -> None:
-    queue = InMemoryQueue()
-    queue.enqueue(job_id="long", agent_id="a", max_tokens=1_000_000)
-
-    def go_away() -> None:
-        queue.away = True
-
-    settings = read_settings({"poll_s": 0.005, "heartbeat_s": 0.1, "grace_s": 600.0})
-    worker = Worker(settings, queue, PlayedStore(), fast())
-    assert stopped_after(worker, queue, go_away) < 5
-    assert queue.state("long") == "started"  # recovery will take it up
-    assert queue.hung_up
-
-
-class StuckQueue(InMemoryQueue):
-    """Its server stops answering when the first job is given back. The heartbeat gives up soon, others do not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_stuck, self.hangs_up = threading.Event(), threading.Event()
-
-    def ask(self) -> None:
-        if threading.current_thread().name.startswith("finisher"):
-            self.is_stuck.set()
-            self.hangs_up.wait()
-        if self.is_stuck.is_set():
-            raise RedisUnavailable("it hangs (in memory)")
-
-    def hang_up(self) -> None:
-        self.hangs_up.set()
-
-
-@pytest.mark.slow
-def test_a_stop_does_not_wait_for_a_redis_that_hangs_when_jobs_are_given_back() -> None:
-    queue = StuckQueue()
-    queue.enqueue(job_id="long", agent_id="a", max_tokens=1_000_000)
-    settings = read_settings({"poll_s": 0.005, "heartbeat_s": 0.1, "grace_s": 0.0})
-    stopped_after(Worker(settings, queue, PlayedStore(), fast()), queue, lambda: None)
-    assert queue.is_stuck.is_set()
-    assert queue.state("long") == "started"  # recovery takes it up
 
 
 def test_an_agent_calls_a_tool_and_goes_on_with_its_result() -> None:
