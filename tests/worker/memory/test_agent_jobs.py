@@ -25,8 +25,6 @@ from tests.worker.memory.faulty_files import CutFiles, FullFiles, PowerCut, Surv
 
 from stoker_shared.agents import AgentRequest, AgentResult
 from stoker_shared.errors import AgentExists, AgentNotFound, AgentTranscriptUnreadable
-from stoker_worker.memory import cache_index
-from stoker_worker.memory.admin.verify import verify_store
 from stoker_worker.memory.blocks import PieceFolder
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import Delivery
@@ -60,13 +58,6 @@ def change_rows(folder: Path, sql: str) -> None:
 
 def cache_files(folder: Path) -> list[Path]:
     return [path for path in files_below(folder) if path.suffix == ".safetensors"]
-
-
-def assert_usage_is_right(store: AgentCacheStore, folder: Path) -> None:
-    assert list(verify_store(store.parts)) == []
-    with store.parts.database.snapshot() as connection:
-        counted = cache_index.cache_bytes(connection)
-    assert counted == sum(path.stat().st_blocks * 512 for path in cache_files(folder))
 
 
 @pytest.fixture
@@ -105,19 +96,6 @@ def test_attempts_and_rollbacks_leave_no_more_versions_than_turns_do(store: Agen
     agent.say((*goal, 1))
     run(store, "rollback", version=agent.open().number - 15)
     assert agent.tokens()[:310] == goal
-
-
-def test_a_rollback_can_be_undone_and_may_go_to_any_version(store: AgentCacheStore, folder: Path) -> None:
-    agent = Agent(store)
-    for n_tokens in (10, 20, 30):
-        agent.say(LONG[:n_tokens])
-    assert run(store, "rollback", version=1).tokens == 10
-    assert run(store, "rollback").tokens == 30
-    assert run(store, "rollback", version=4).tokens == 10
-    assert_usage_is_right(store, folder)
-    agent = Agent(reopen(store, folder))
-    assert (agent.open().number, agent.tokens()) == (6, LONG[:10])
-    agent.store.close()
 
 
 def test_after_a_rollback_the_ram_cache_serves_the_tokens_that_agree(tmp_path: Path) -> None:
@@ -223,22 +201,6 @@ def test_a_fork_into_an_agent_that_begins_meanwhile_leaves_that_as_it_is(
 
 
 # --- forget ---
-
-
-def test_forgetting_removes_every_file_that_no_other_agent_uses(store: AgentCacheStore, folder: Path) -> None:
-    agent, other = Agent(store), Agent(store, "other")
-    agent.say(LONG[:600])
-    agent.say((*LONG[:300], *ids(500, seed=4)))  # the blocks of its older version are its own too
-    other.say((*LONG[:300], *ids(300, seed=5)))
-    gone = run(store, "forget")
-    assert (gone.existed, gone.version, gone.blocks, gone.shared_blocks) == (True, 2, 3, 1)
-    assert gone.block_bytes > 0
-    assert agent.open().number == 0
-    assert other.cached((*other.tokens(), 1)) == 600
-    assert len(list(folder.glob("blocks/*/*/*.safetensors"))) == 2
-    assert len(list(folder.glob("pieces/*/*"))) == 1
-    assert_usage_is_right(store, folder)
-    assert agent.say(LONG[:20]) == 1
 
 
 def test_nothing_an_agent_said_is_left_in_the_store(store: AgentCacheStore, folder: Path) -> None:

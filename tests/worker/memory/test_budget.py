@@ -1,7 +1,6 @@
 """The disk budget of an open store: eviction, pinning, and a usage that equals the disk."""
 
 import dataclasses
-import errno
 import logging
 import shutil
 import subprocess
@@ -135,19 +134,6 @@ def test_eviction_continues_to_the_low_water_mark(tmp_path: Path) -> None:
     assert 0.8 * total < store.budget.total_bytes <= 0.9 * total
 
 
-def test_an_agent_with_work_keeps_its_own_and_its_shared_blocks(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    Agent(store, "idle").say(LONG[:700])
-    Agent(store, "busy").say((*LONG[:600], 1))
-    store.pin(frozenset({"busy"}), NOBODY)
-    squeeze(store)
-    assert Agent(store, "busy").restore((*LONG[:600], 1, 2)).miss_reason is None
-    assert Agent(store, "idle").cached(LONG[:700]) == 512
-    store.pin(NOBODY, NOBODY)
-    squeeze(store)
-    assert blocks_in(tmp_path) == []
-
-
 def test_a_waiting_agent_loses_its_cache_after_idle_ones_and_the_one_needed_last_first(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     for name in ("soon", "latest", "running", "idle", "later"):
@@ -200,33 +186,6 @@ def test_a_budget_that_transcripts_alone_exceed_costs_all_cache_no_turn_and_one_
     said = [record.getMessage() for record in caplog.records if record.name.endswith(".eviction")]
     assert len(said) == 1
     assert "nothing more can be evicted" in said[0]
-
-
-def test_the_blocks_of_a_turn_whose_tail_cannot_be_written_are_removed(tmp_path: Path) -> None:
-    """They would be orphans. On a full disk, what an earlier turn left unused goes as well."""
-
-    class NoTails(FastDisk):
-        fails = False
-
-        def write(self, path: Path, chunks: Iterable[Chunk]) -> None:
-            data = [bytes(chunk) for chunk in chunks]
-            if self.fails and b'"kind":"tail"' in data[0]:
-                raise OSError(errno.ENOSPC, "no")
-            super().write(path, data)
-
-    disk = NoTails()
-    store = AgentCacheStore(tmp_path, files=disk)
-    agent = Agent(store)
-    agent.say(LONG[:700])
-    replaced = set(blocks_in(tmp_path))
-    agent.say(ids(600, seed=1))
-    disk.fails = True
-    before = set(blocks_in(tmp_path))
-    result = store.save(agent.turn((*ids(600, seed=1), *ids(300))))
-    assert result["cache"]["save_error"] == "its cache is not saved: [Errno 28] no"
-    assert set(blocks_in(tmp_path)) == before - replaced
-    assert agent.tokens() == (*ids(600, seed=1), *ids(300))
-    assert agent.cached((*ids(600, seed=1), 1)) == 512
 
 
 def test_a_file_that_cannot_be_removed_costs_a_warning_and_no_turn(tmp_path: Path) -> None:

@@ -1,15 +1,12 @@
 """The cost of a turn, in bytes, statements and syncs: that of its own tokens, however long the conversation is."""
 
 import sqlite3
-import threading
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.worker.memory.agents import Agent, FastDisk, ids, make_model, make_turn, open_store, reopen
-from tests.worker.memory.watched_sqlite import Step, WatchedSqlite
 
 from stoker_worker.memory.database import Connection, connect
 from stoker_worker.memory.files import Chunk
@@ -37,25 +34,28 @@ def bytes_of(disk: CountingDisk, agent: Agent, prompt: tuple[int, ...], answer: 
     return disk.n_bytes - before
 
 
-@pytest.mark.parametrize("stored", [4096, 4096 + 200, 4096 + 255])
-def test_adding_64_tokens_to_4096_writes_64_tokens_and_at_most_a_block(tmp_path: Path, stored: int) -> None:
-    spec = ModelCacheSpec((LayerSpec(LayerKind.FULL, 2, 32, 32),) * 4, "float32")
+FULL = LayerSpec(LayerKind.FULL, 2, 32, 32)
+HYBRID = (
+    FULL,
+    LayerSpec(LayerKind.WINDOW, 2, 32, 32, window_tokens=128),
+    LayerSpec(LayerKind.RECURRENT, arrays=(ArraySpec((16, 64), "float32"),)),
+)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stored"),
+    [((FULL,) * 4, 4096), ((FULL,) * 4, 4096 + 200), ((FULL,) * 4, 4096 + 255), (HYBRID * 2, 4096 + 200)],
+)
+def test_adding_64_tokens_to_4096_writes_64_tokens_at_most_a_block_and_the_snapshots(
+    tmp_path: Path, layers: tuple[LayerSpec, ...], stored: int
+) -> None:
+    spec = ModelCacheSpec(layers, "float32")
     disk = CountingDisk()
     agent = Agent(AgentCacheStore(tmp_path, files=disk), model=make_model(spec=spec))
     agent.say(ids(stored))
     written = bytes_of(disk, agent, ids(stored), ids(64, seed=1))
-    assert written < 1.25 * (64 + 256) * spec.bytes_per_token
-
-
-def test_a_hybrid_models_turn_writes_its_tokens_and_its_snapshots(tmp_path: Path) -> None:
-    full, window = LayerSpec(LayerKind.FULL, 2, 32, 32), LayerSpec(LayerKind.WINDOW, 2, 32, 32, window_tokens=128)
-    state = LayerSpec(LayerKind.RECURRENT, arrays=(ArraySpec((16, 64), "float32"),))
-    spec = ModelCacheSpec((full, window, state) * 2, "float32")
-    disk = CountingDisk()
-    agent = Agent(AgentCacheStore(tmp_path, files=disk), model=make_model(spec=spec))
-    agent.say(ids(4096 + 200))
-    written = bytes_of(disk, agent, ids(4096 + 200), ids(64, seed=1))
-    assert written < 1.25 * ((64 + 256) * spec.bytes_per_token + 2 * spec.snapshot_bytes(5000))
+    snapshots = 2 * spec.snapshot_bytes(5000) if spec.snapshot_layers else 0
+    assert written < 1.25 * ((64 + 256) * spec.bytes_per_token + snapshots)
 
 
 def turns_of(agent: Agent, count: int, *, start: int = 0) -> None:
@@ -127,40 +127,6 @@ def test_a_turn_takes_few_statements(tmp_path: Path) -> None:
         agent.store.save(turn)
         assert count.n_statements <= most
     agent.store.close()
-
-
-def test_turns_that_end_together_share_a_sync_and_a_lone_turn_waits_for_one(tmp_path: Path) -> None:
-    syncs: list[Step] = []
-    let_go, is_first = threading.Event(), threading.Event()
-
-    def watch(step: Step) -> None:
-        if step.kind == "sync" and step.path.name.endswith("-wal"):
-            syncs.append(step)
-            if threading.current_thread().name == "first" and not is_first.is_set():
-                is_first.set()
-                assert let_go.wait(60)
-
-    store = AgentCacheStore(tmp_path, files=FastDisk(), connector=WatchedSqlite(watch))
-    Agent(store, "alone").say(ids(10))
-    syncs.clear()
-    Agent(store, "alone").say(ids(20))
-    assert len(syncs) == 1
-    syncs.clear()
-    turns = [Agent(store, f"agent {number}").turn(ids(10)) for number in range(9)]
-    threads = [threading.Thread(target=store.save, args=(turn,)) for turn in turns]
-    threads[0].name = "first"
-    threads[0].start()
-    assert is_first.wait(60)
-    for thread in threads[1:]:
-        thread.start()
-    while len(store.parts.database._waiting) < 8:
-        time.sleep(0.01)
-    let_go.set()
-    for thread in threads:
-        thread.join()
-    assert len(syncs) == 2
-    assert [Agent(store, f"agent {number}").tokens() for number in range(9)] == [ids(10)] * 9
-    store.close()
 
 
 class CountingSqlite:
