@@ -5,11 +5,10 @@ import json
 import pytest
 from openai.types import Completion
 from openai.types.batch_error import BatchError
-from openai.types.chat import ChatCompletion
 from openai.types.shared import ErrorObject
 from tests.producer.played_worker import result_fields
 
-from stoker.api.chat import CHAT_URL, TEXT_URL
+from stoker.api.chat import TEXT_URL
 from stoker.batch.input_file import BadLine
 from stoker.batch.output_file import failure_line, is_success, line_bytes, not_run_line, success_line
 from stoker_shared.result import GenerationResult
@@ -34,21 +33,6 @@ def written(answer):
     found = json.loads(line)
     assert set(found) == {"id", "custom_id", "response", "error"}
     return found
-
-
-@pytest.mark.parametrize("logprobs", [None, LOGPROBS])
-def test_a_chat_answer_is_a_chat_completion(logprobs):
-    answer = written(success_line("batch_req_j", "one", CHAT_URL, 1_700_000_000, result(logprobs=logprobs)))
-    assert (answer["id"], answer["custom_id"], answer["error"]) == ("batch_req_j", "one", None)
-    assert (answer["response"]["status_code"], answer["response"]["request_id"]) == (200, "j")
-    body = ChatCompletion.model_validate(answer["response"]["body"], strict=True)
-    assert (body.object, body.created, body.model) == ("chat.completion", 1_700_000_000, "scripted")
-    [choice] = body.choices
-    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "hello", "stop")
-    assert (body.usage.prompt_tokens, body.usage.completion_tokens, body.usage.total_tokens) == (10, 2, 12)
-    assert body.usage.prompt_tokens_details.cached_tokens == 4
-    tokens = [(entry.token, entry.logprob) for entry in choice.logprobs.content] if logprobs else None
-    assert tokens == ([("he", -0.5), ("llo", -0.25)] if logprobs else None)
 
 
 @pytest.mark.parametrize("logprobs", [None, LOGPROBS])

@@ -91,18 +91,6 @@ def test_an_input_that_is_written_to_meanwhile_is_noticed(tmp_path):
             lines.line(2, BodyOptions())
 
 
-def test_another_input_or_other_options_are_another_batch_and_the_same_are_the_same():
-    ids = [batch_for(name, fingerprint_of(digest, options)) for name, digest, options in (
-        (None, "a", [1]), (None, "b", [1]), (None, "a", [2]), ("n", "a", [1]),
-    )]  # fmt: skip
-    assert len(set(ids)) == 4
-    assert ids[0] == batch_for(None, fingerprint_of("a", [1]))
-    jobs = [
-        job_id_for(ids[0], number, custom_id) for number, custom_id in ((1, "one"), (2, "one"), (1, "two"), (1, None))
-    ]
-    assert len(set(jobs)) == 4
-
-
 def test_answers_in_the_file_are_found_again_and_not_written_twice(out):
     with OutputFile(out, BATCH) as output:
         output.append([(1, answer(1)), (3, answer(3))])

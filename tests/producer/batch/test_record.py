@@ -40,24 +40,6 @@ def feeder(connection, lines):
     return Feeder(connection, lines, BodyOptions(), JobOptions(ttl_s=DAY_S), None)
 
 
-def test_two_that_would_send_the_same_lines_send_them_once(connection, record, feeder):
-    assert feeder.feed(record, 2)
-    assert not feeder.feed(record, 2)
-    assert connection.llen("rq:queue:generate") == 2
-    assert run(connection, read_record("b-1")).next_line == 3
-
-
-def test_a_batch_is_registered_once(connection, record, feeder):
-    feeder.feed(record, 2)
-    assert run(connection, register(record)).next_line == 3
-
-
-def test_lines_that_are_answered_already_are_not_sent(connection, record, feeder):
-    assert feeder.feed(record, 100, {1, 3})
-    assert [line.number for line in run(connection, sent_lines("b-1", 0, 100))] == [2, 4, 5]
-    assert connection.llen("rq:queue:generate") == 2
-
-
 def test_jobs_that_ended_since_the_walk_began_are_left_for_the_next(connection, record, feeder):
     """Otherwise an agent's later line could be found without the earlier one on the page before."""
     feeder.feed(record, 100)

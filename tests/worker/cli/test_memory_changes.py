@@ -183,22 +183,6 @@ def test_a_fork_continues_token_for_token_and_independently(command: Command, fo
     assert_sound(folder)
 
 
-@pytest.mark.parametrize("versions", [1, 2])
-@pytest.mark.parametrize("kind", SNAPSHOT_SPECS)
-def test_a_fork_copies_snapshots(command: Command, folder: Path, kind: str, versions: int) -> None:
-    model = make_model(spec=SNAPSHOT_SPECS[kind])
-    store = open_store(folder)
-    for version in range(versions):
-        Agent(store, "a", model=model).say(LONG[: 600 + version], (1, 2))
-    command("fork", "a", "b")
-    for name in "ab":
-        agent = Agent(store, name, model=model)
-        assert agent.cached((*LONG[: 599 + versions], 1, 2, 3)) == 601 + versions
-        assert agent.cached(LONG[: 599 + versions]) == 598 + versions
-    assert store.misses == {}
-    store.close()
-
-
 def test_a_fork_without_one_of_its_snapshots_still_has_the_other(command: Command, folder: Path) -> None:
     model = make_model(spec=SNAPSHOT_SPECS["hybrid"])
     store = open_store(folder)

@@ -8,13 +8,9 @@ from pathlib import Path
 import pytest
 from tests.worker.cli.conftest import LONG, Command
 from tests.worker.memory.agents import (
-    SNAPSHOT_SPECS,
-    Agent,
     ids,
-    make_model,
     make_transcript,
     make_turn,
-    open_store,
     using,
 )
 
@@ -80,15 +76,6 @@ def test_ls_holds_nothing_of_the_store_while_it_prints(
     assert [name for name in [*names, "agent-11"] if f"{name} " in "".join(printed).replace('"', " ")] == names
 
 
-def test_ls_widens_its_columns_where_it_has_to(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listing, "AT_ONCE", 2)
-    with using(folder) as agent:
-        for name in ("a", "b", "a long name", "d", "e"):
-            agent(name).say((1,))
-    lines = command("ls", "--sort", "turns").stdout.splitlines()
-    assert [line.index("1") for line in lines[1:]] == [7, 7, 13, 13, 13]
-
-
 def test_unsaved_and_unreadable_agents_are_shown_as_such(command: Command, two_agents: Path) -> None:
     with using(two_agents) as agent:
         for name in ("unsaved", "damaged"):
@@ -137,23 +124,6 @@ def test_a_models_text_cannot_steer_the_terminal(command: Command, folder: Path)
         agent("a").store.save(make_turn(agent("a"), agent("a").open(), transcript, None))
     text = command("show", "a", "--text").stdout
     assert r"\x1b[2J[red]plain[/red]\x9b" in text
-
-
-@pytest.mark.parametrize("kind", SNAPSHOT_SPECS)
-def test_every_command_knows_agents_with_snapshots(command: Command, folder: Path, tmp_path: Path, kind: str) -> None:
-    model = make_model(spec=SNAPSHOT_SPECS[kind])
-    store = open_store(folder)
-    Agent(store, "a", model=model).say(LONG[:600], (1, 2))
-    pieces = [path for path in store.parts.pieces.paths("a", 1) if path.exists()]
-    store.close()
-    shown = json.loads(command("show", "a", "--json").stdout)["agent"]
-    assert shown["piece_bytes"] == sum(path.stat().st_blocks * 512 for path in pieces)
-    assert (shown["cached_tokens"], shown["blocks"]) == (602, 2)
-    command("export", "a", tmp_path / "a.tar", "--with-blocks")
-    command("import", tmp_path / "a.tar", "--as", "b")
-    command("verify")
-    pieces[-1].write_bytes(b"?")
-    assert "it is damaged" in command("verify", ok=False).output
 
 
 def test_verify_fails_when_something_is_wrong(command: Command, two_agents: Path) -> None:

@@ -15,7 +15,6 @@ import pytest
 from tests.worker.memory.agents import Agent, ids, open_store
 
 from stoker_worker.memory.admin.listing import Page, count_agents, list_agents
-from stoker_worker.memory.database import agent_checksum, row_checksum
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.memory.summary import AgentSummary
 from stoker_worker.memory.transcripts import read_agent
@@ -86,12 +85,6 @@ def test_an_agent_whose_row_is_damaged_is_listed_as_such(store: AgentCacheStore)
     assert {line["agent_id"]: line["state"] for line in lines(store, Page())} == {
         "big": "unreadable", "c\ufffd": "unreadable", "small": "unreadable", "[night] 1": "ok",
     }  # fmt: skip
-
-
-def test_the_checksum_of_an_agents_row_is_that_of_any_row() -> None:
-    """It has code of its own, because a list computes so many."""
-    for row in ((1, "a", 2, b"x" * 16, 0), (123, "ä", -40, b"", 1), (1, "a", 2.0, b"x", 0), (1, None, "2", "x", None)):
-        assert agent_checksum(*row) == row_checksum(row)
 
 
 def test_no_file_and_no_conversation_is_read(store: AgentCacheStore, tmp_path: Path) -> None:

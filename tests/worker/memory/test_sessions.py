@@ -204,17 +204,6 @@ def test_a_session_without_cache_goes_after_an_hour(tmp_path: Path) -> None:
         assert call(store, OTHER[:110]) == (100, None)
 
 
-def test_a_damaged_tail_costs_the_tokens_in_it(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    call(store, LONG[:600])
-    (tail,) = files_below(tmp_path / "pieces")
-    data = bytearray(tail.read_bytes())
-    data[-1] ^= 1
-    tail.write_bytes(data)
-    assert call(store, LONG[:650]) == (512, "tail_corrupt")
-    assert call(store, LONG[:700]) == (650, None)
-
-
 def test_blocks_that_went_while_a_call_ran_are_written_with_it(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     call(store, LONG[:600])

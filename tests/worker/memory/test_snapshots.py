@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
 from tests.worker.memory.agents import (
     SNAPSHOT_SPECS,
     SPEC,
@@ -27,7 +26,6 @@ from tests.worker.memory.agents import (
     problems_of,
     reopen,
     snapshots_of,
-    states_of,
 )
 from tests.worker.memory.test_damage import DAMAGES
 
@@ -82,19 +80,6 @@ def test_models_without_full_attention_write_no_blocks_and_no_tail(tmp_path: Pat
         assert snapshot_files(tmp_path / name) == ["1-snapshot-0.safetensors", "1-snapshot-1.safetensors"]
 
 
-def test_blocks_of_a_hybrid_model_hold_its_full_attention_layers_only(hybrid: Agent, tmp_path: Path) -> None:
-    full = {f"layer.{i}.{side}" for i in (1, 3) for side in ("keys", "values")}
-    for path in (*files_below(tmp_path / "blocks"), only(tmp_path, "*-tail.*")):
-        with safe_open(path, framework="numpy") as file:
-            assert set(file.keys()) == full
-    with safe_open(only(tmp_path, "*-1-snapshot-0.*"), framework="numpy") as file:
-        assert set(file.keys()) == {"layer.0.keys", "layer.0.values", "layer.2.state.0", "layer.2.state.1"}
-        assert np.array_equal(file.get_tensor("layer.2.state.0"), states_of(LONG[:699], hybrid.model)[1][0])
-        metadata = file.metadata()
-    assert (metadata["kind"], metadata["after_tokens"]) == ("snapshot", "699")
-    assert metadata["token_ids"] == ",".join(map(str, LONG[512:699]))
-
-
 def test_a_version_has_files_of_its_own_and_the_previous_ones_are_removed(agent: Agent, tmp_path: Path) -> None:
     for version, length in enumerate((10, 300, 320), start=1):
         agent.say(LONG[:length], (1, 2))
@@ -111,14 +96,6 @@ def test_a_turn_without_cache_drops_the_snapshots_and_the_next_turn_recovers(hyb
     assert (restored.prefix, restored.miss_reason) == (None, None)
     hybrid.say((*HISTORY, 5, 6))
     assert hybrid.cached((*HISTORY, 5, 6, 7)) == 762
-
-
-@pytest.mark.parametrize("name", ["window", "recurrent"])
-def test_a_model_without_blocks_has_no_cache_left_after_its_snapshots_are_dropped(tmp_path: Path, name: str) -> None:
-    agent = Agent(open_store(tmp_path), model=model_of(name))
-    agent.say(LONG[:700])
-    agent.store.save(make_turn(agent, agent.open(), make_transcript(LONG[:700]), None))
-    assert agent.open().cache is None
 
 
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -189,15 +166,6 @@ def test_an_agent_that_moves_to_an_unknown_layout_has_no_miss(tmp_path: Path) ->
     unknown = dataclasses.replace(SPEC, layers=(LayerSpec(LayerKind.UNKNOWN),))
     restored = Agent(store, model=make_model("b", spec=unknown)).restore((*LONG[:300], 1))
     assert (restored.prefix, restored.miss_reason) == (None, None)
-
-
-def test_a_version_knows_where_its_snapshots_were_taken(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    for name, model, snapshots in (("full", make_model(), ()), ("hybrid", model_of("hybrid"), (9, 10))):
-        Agent(store, name, model=model).say(LONG[:10])
-        cache = store.open_agent(name).cache
-        assert cache is not None
-        assert (cache.tokens, cache.snapshots) == (10, snapshots)
 
 
 # --- damage ---

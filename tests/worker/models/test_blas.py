@@ -130,16 +130,3 @@ def test_a_library_without_plain_blas_names_is_not_taken(linux: Path) -> None:
         pytest.skip("no libc.so.6 here")
     shutil.copy(libc, linux / "libmkl_rt.so.3")
     assert blas.find_blas() is None
-
-
-@pytest.mark.parametrize("found", [OPENBLAS, None])
-def test_makefiles_can_ask_which_library_would_be_loaded(found: str | None) -> None:
-    code = (
-        "import runpy, sys\n"
-        "from stoker_worker.models import blas\n"
-        f"sys.platform = {'linux' if found else 'darwin'!r}\n"
-        "import ctypes; ctypes.CDLL = lambda name, mode: type('L', (), {'cblas_sgemm': None})\n"
-        "del sys.modules['stoker_worker.models.blas']\n"
-        "runpy.run_module('stoker_worker.models.blas', run_name='__main__')"
-    )
-    assert run(code, ending=0 if found else 1) == (found or "no BLAS library found")
