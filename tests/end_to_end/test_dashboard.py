@@ -161,6 +161,13 @@ def test_pickles_are_never_loaded_and_break_no_page(scene, tmp_path):
     assert not target.exists()
 
 
+def test_a_job_that_waits_for_another_has_a_page(scene):
+    first = scene.queue().enqueue(TASK_PATH, request={})
+    second = scene.queue().enqueue(TASK_PATH, request={}, depends_on=first)
+    shown = scene.data(f"job/{second.id}")
+    assert (shown["depends_on"], shown["depends_on_status"]) == ([first.id], ["active"])
+
+
 def test_a_job_with_an_id_that_rq_does_not_allow_breaks_no_page(scene):
     data = f'["{TASK_PATH}", null, [], {{"request": {{"agent_id": "a", "prompt": "x"}}}}]'
     fields = {"status": "failed", "origin": "strange", "data": data, "created_at": "2026-01-01T00:00:00.000000Z"}
