@@ -8,10 +8,7 @@ same transaction, so a canceled job fails, is retried, repeated, given back or s
 import re
 from typing import Any
 
-from rq.executions import ExecutionRegistry
 from rq.job import Job, JobStatus, validate_job_id
-from rq.queue import Queue
-from rq.rate_limit import RELEASE_STALE_AND_ENQUEUE_SCRIPT, RateLimitRegistry
 from rq.registry import (
     CanceledJobRegistry,
     DeferredJobRegistry,
@@ -19,10 +16,10 @@ from rq.registry import (
     ReadyJobRegistry,
     ScheduledJobRegistry,
 )
-from rq.utils import current_timestamp, now, utcformat
+from rq.utils import current_timestamp
 
-from stoker.job_record import ENDED, NO_CONNECTION, queue_key, registry_key
-from stoker.operations import Command, Operation, Watched, ask, undisturbed
+from stoker.job_record import ENDED, queue_key, registry_key
+from stoker.operations import Command, Operation, Watched, undisturbed
 from stoker_shared.errors import JobNotFound
 from stoker_shared.wire import DEFAULT_FAILURE_TTL_S, FIELD_SAVING
 
@@ -32,7 +29,7 @@ _WAITS_IN: dict[str, Any] = {
     JobStatus.SCHEDULED.value: ScheduledJobRegistry,
 }
 _TTL = re.compile("-?[0-9]{1,9}")  # anybody may write anything
-_FIELDS = ("status", "origin", "failure_ttl", "rate_limit_key", "created_at", FIELD_SAVING)
+_FIELDS = ("status", "origin", "failure_ttl", "created_at", FIELD_SAVING)
 
 
 def cancel_job(job_id: str) -> Operation[bool]:
@@ -46,14 +43,14 @@ def cancel_job(job_id: str) -> Operation[bool]:
         validate_job_id(job_id)
     except ValueError as error:
         raise JobNotFound(job_id, f"RQ does not allow such an id: {error}") from None
-    key, limit, was_tried, is_canceled = Job.key_for(job_id), "", False, False
+    key, was_tried, is_canceled = Job.key_for(job_id), False, False
 
     def write(replies: list[Any]) -> list[Command] | None:
-        nonlocal limit, was_tried, is_canceled
+        nonlocal was_tried, is_canceled
         if replies[0][0] is None:
             raise JobNotFound(job_id)
         fields = ((value or b"").decode(errors="replace") for value in replies[0])
-        state, queue, failure_ttl_s, limit, created_at, saving = fields
+        state, queue, failure_ttl_s, created_at, saving = fields
         is_canceled = was_tried and state == JobStatus.CANCELED.value  # by that try, perhaps: its reply was lost
         was_tried = True
         if state in ENDED or saving == (created_at or "-"):
@@ -64,8 +61,6 @@ def cancel_job(job_id: str) -> Operation[bool]:
 
     # The worker writes to a running job twice a second, so the transaction may need several tries.
     yield from undisturbed(Watched([key], [("HMGET", key, *_FIELDS)], write))
-    if is_canceled and limit:
-        yield from _release_rate_limit(job_id, limit)
     return is_canceled
 
 
@@ -82,15 +77,3 @@ def _commands(job_id: str, state: str, queue: str, ttl_s: int) -> list[Command]:
     if ttl_s > 0:  # RQ would keep canceled jobs for ever, but prompts are private
         commands.append(("EXPIRE", key, ttl_s))
     return commands
-
-
-def _release_rate_limit(job_id: str, rate_limit_key: str) -> Operation[None]:
-    """As RQ's `RateLimitRegistry.cancel`. Only producers other than stoker's enqueue jobs with a rate limit."""
-    limit = RateLimitRegistry(rate_limit_key, NO_CONNECTION)
-    yield from ask("ZREM", limit.rate_limited_key, job_id)
-    concurrency = yield from ask("HGET", limit.config_key, "concurrency")
-    job_keys = (Job.key_for(job_id), ExecutionRegistry(job_id, NO_CONNECTION).key)
-    keys = [limit.allowed_key, limit.rate_limited_key, *job_keys]
-    prefixes = (Queue.redis_queue_namespace_prefix, Job.redis_job_namespace_prefix)
-    values = (int(concurrency or 0), current_timestamp(), utcformat(now()), *prefixes, job_id)
-    yield from ask("EVAL", RELEASE_STALE_AND_ENQUEUE_SCRIPT, len(keys), *keys, *values)

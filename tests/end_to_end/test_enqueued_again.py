@@ -35,9 +35,7 @@ def enqueue(connection):
 @pytest.fixture
 def until(connection, worker):
     def until(job_id, *states):
-        worker.wait_for(
-            lambda: connection.hget(f"rq:job:{job_id}", "status") in states, 30
-        )  # the search for lost jobs takes a minute
+        worker.wait_for(lambda: connection.hget(f"rq:job:{job_id}", "status") in states, 30)
 
     return until
 

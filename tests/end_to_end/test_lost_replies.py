@@ -7,7 +7,6 @@ from urllib.parse import urlsplit
 import pytest
 from rq import Queue, Retry
 from rq.job import Dependency, Job
-from rq.rate_limit import RateLimit
 from rq.serializers import JSONSerializer
 from tests.support.lossy_proxy import LossyProxy
 from tests.worker.queue.ends import drop, fail, finish, give_back, stop
@@ -69,7 +68,7 @@ class Round:
         self.enqueue("refused", "f", func="os.getcwd")
         self.enqueue("given-back", "g")
         for job_id, agent in (("one", "h"), ("two", "i")):
-            self.enqueue(job_id, agent, rate_limit=RateLimit(key="narrow", concurrency=1))
+            self.enqueue(job_id, agent)
 
     def play(self):
         self.enqueue_all()

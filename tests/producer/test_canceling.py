@@ -3,7 +3,6 @@
 from datetime import timedelta
 
 import pytest
-from rq import RateLimit
 from rq.job import Job
 from rq.queue import Queue
 from rq.serializers import JSONSerializer
@@ -32,16 +31,6 @@ def scheduled(queue):
     queue.enqueue_in(timedelta(hours=1), TASK_PATH, job_id="j")
 
 
-def under_a_rate_limit(queue):
-    for job_id in ("j", "next"):
-        queue.enqueue(TASK_PATH, job_id=job_id, rate_limit=RateLimit("key", 1))
-
-
-def held_back_by_a_rate_limit(queue):
-    for job_id in ("before", "j", "next"):
-        queue.enqueue(TASK_PATH, job_id=job_id, rate_limit=RateLimit("key", 1))
-
-
 def dump(server):
     """The members of every key, and the state of each job."""
     found = {}
@@ -56,7 +45,7 @@ def dump(server):
     return {key: value for key, value in found.items() if not key.startswith((b"rq:execution", b"rq:worker"))}
 
 
-@pytest.mark.parametrize("play", [waiting, deferred, scheduled, under_a_rate_limit, held_back_by_a_rate_limit])
+@pytest.mark.parametrize("play", [waiting, deferred, scheduled])
 def test_a_canceled_job_is_where_rqs_own_cancel_puts_it(server, queue, play):
     play(queue)
     Job.fetch("j", server, JSONSerializer).cancel()

@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from rq import RateLimit, Repeat, Retry
+from rq import Repeat, Retry
 from rq.command import send_stop_job_command
 from rq.exceptions import DuplicateJobError
 from rq.group import Group
@@ -240,23 +240,6 @@ def a_failed_job_that_an_operator_requeues(player):
     player.look()
     Job.fetch("job", player.connection, JSONSerializer).requeue()
     player.look()
-    player.work()
-
-
-@story
-def jobs_that_share_a_rate_limit(player):
-    for n in range(3):
-        player.enqueue("say hello", f"job-{n}", result_ttl=600, rate_limit=RateLimit("key", 1))
-    player.work()
-
-
-@story
-def a_job_with_a_rate_limit_that_fails_and_is_retried_after_an_interval(player):
-    player.enqueue("fail because", "job-1", rate_limit=RateLimit("key", 1), retry=Retry(max=1, interval=120))
-    player.enqueue("say hello", "job-2", rate_limit=RateLimit("key", 1), result_ttl=600)
-    player.work()
-    player.look()
-    player.make_due()
     player.work()
 
 

@@ -13,7 +13,6 @@ from tests.support.worker_process import running_worker
 from stoker import JobFailed, JobNotFound, Producer
 from stoker_shared.errors import RedisUnavailable
 from stoker_worker.ports import Busy
-from stoker_worker.queue.recover import LostJobs
 from stoker_worker.queue.rq_queue import open_queue
 from stoker_worker.settings import read_settings
 
@@ -122,16 +121,6 @@ def test_such_a_job_is_kept_for_its_own_failure_ttl(server, queue, failure_ttl, 
     assert expected - 5 <= server.ttl("rq:job:a.b") <= expected
     assert server.hget("rq:job:a.b", "status") == b"failed"
     assert server.zscore("rq:failed:generate", "a.b")
-
-
-def test_the_search_for_lost_jobs_goes_on_beside_such_ids(server, redis_url):
-    with open_at(redis_url) as queue:
-        for job_id in ("a.b", "good:a", "good:", b"\xff", "good"):
-            enqueue(server, job_id)
-        server.delete("rq:queue:generate")
-        audit = LostJobs(server, lambda: ["generate"], queue._lease, wait_s=0, every_s=0)
-        assert sum(audit.step(()) for _ in range(20)) == 1
-    assert server.lrange("rq:queue:generate", 0, -1) == [b"good"]
 
 
 def test_canceling_such_a_waiting_job_reports_that_rq_cannot(server):

@@ -7,6 +7,7 @@ import zlib
 
 import pytest
 from redis.exceptions import RedisError
+from rq import RateLimit, Retry
 from rq.job import Job
 from rq.serializers import JSONSerializer
 from rq.webhook import Webhook
@@ -253,3 +254,16 @@ def test_a_job_with_a_webhook_is_refused_and_nothing_is_sent(connection, plain, 
     assert queue.claim(1, Busy()) == []
     assert "webhooks" in str(Job.fetch(job.id, connection, JSONSerializer).latest_result().exc_string)
     assert sent == []
+
+
+@pytest.mark.parametrize("damage", [None, "rq:rl:key:allowed"])
+def test_jobs_with_a_rate_limit_are_refused_and_so_are_those_that_it_holds_back(connection, plain, queue, damage):
+    request, limit = {"agent_id": "a", "prompt": "x"}, RateLimit("key", 1)
+    jobs = [plain.enqueue(TASK_PATH, request=request, rate_limit=limit, retry=Retry(1)) for _ in range(3)]
+    if damage:
+        connection.delete(damage)
+        connection.set(damage, "of another type")
+    for _ in jobs:
+        assert queue.claim(8, Busy()) == []
+    for job in jobs[: 1 if damage else 3]:
+        assert "rate limits" in str(Job.fetch(job.id, connection, JSONSerializer).latest_result().exc_string)

@@ -8,7 +8,6 @@ from urllib.parse import urlsplit
 import pytest
 from rq import Repeat, Retry
 from rq.job import Dependency, Job
-from rq.rate_limit import RateLimit
 from rq.serializers import JSONSerializer
 from tests.support.lossy_proxy import LossyProxy
 from tests.worker.queue.ends import fail, finish, give_back, stop
@@ -209,17 +208,6 @@ def test_a_job_given_back_twice_is_in_front_once_and_is_counted(connection, prox
 
 
 @pytest.mark.parametrize("end", ["finish", "fail"])
-def test_a_place_under_a_rate_limit_is_passed_on_at_once(proxy, queue, enqueue, end):
-    for job_id, agent in (("first", "a"), ("second", "b")):
-        enqueue(job_id, agent, rate_limit=RateLimit(key="one", concurrency=1))
-    (job,) = claim(queue)
-    proxy.lose(ends)
-    again(lambda: finish(job, RESULT) if end == "finish" else fail(job, ValueError("x")))
-    assert proxy.lost
-    assert [job.job_id for job in claim(queue)] == ["second"]
-
-
-@pytest.mark.parametrize("end", ["finish", "fail"])
 def test_the_next_worker_does_the_steps_that_a_lost_worker_left_after_an_end(
     redis_url, connection, plain, enqueue, monkeypatch, end
 ):
@@ -246,20 +234,6 @@ def test_an_unreadable_dependent_does_not_prevent_an_end(connection, queue, enqu
     fail(job, ValueError("x"))
     queue.tidy()
     queue.tidy()
-    assert nothing_is_left(connection)
-
-
-@pytest.mark.parametrize("damage", ["config", "places"])
-def test_an_unreadable_rate_limit_does_not_prevent_an_end(connection, queue, enqueue, damage):
-    enqueue("job", rate_limit=RateLimit(key="one", concurrency=1))
-    (job,) = claim(queue)
-    if damage == "config":
-        connection.hset("rq:rl:one", "concurrency", "no number")
-    else:
-        connection.set("rq:rl:one:allowed", "no set")
-    finish(job, RESULT)
-    assert places(connection, "job") == ["finished"]
-    assert queue.recover() == 0
     assert nothing_is_left(connection)
 
 

@@ -557,18 +557,10 @@ def test_a_deposed_worker_fails_nothing(connection, plain, queue, retry):
     assert not connection.exists("rq:results:job")
 
 
-@pytest.mark.parametrize(
-    ("note", "refusing"),
-    [
-        (EndedNote("failed", ["child"]), "rq:job:parent:dependents"),
-        (EndedNote("finished", rate_limit="limited"), "rq:rl:limited"),
-    ],
-)
-def test_an_impossible_step_after_an_end_does_not_stop_the_worker_from_claiming(
-    connection, queue, producer, note, refusing
-):
+def test_an_impossible_step_after_an_end_does_not_stop_the_worker_from_claiming(connection, queue, producer):
+    note = EndedNote("failed", ["child"])
     connection.hset("rq:job:parent", "status", note.end)
-    connection.set(refusing, "of another type than RQ's")
+    connection.set("rq:job:parent:dependents", "of another type than RQ's")
     connection.hset(ENDED_KEY.format(queue="generate"), "parent:execution", json.dumps(asdict(note)))
     (job_id,) = submit(producer, "a")
 

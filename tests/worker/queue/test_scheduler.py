@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
-from rq import Queue, RateLimit, Repeat, Retry
+from rq import Queue, Repeat, Retry
 from rq.job import Job
 from rq.scheduler import RQScheduler
 from rq.serializers import JSONSerializer
@@ -57,24 +57,20 @@ def test_due_jobs_are_enqueued_once_in_the_order_of_their_times_and_the_rest_wai
     assert Job.fetch(first, connection, JSONSerializer).get_status() == "queued"
 
 
-@pytest.mark.parametrize("n_limited", [0, 3])
-def test_thousands_of_due_jobs_are_enqueued_in_steps_without_a_pause(connection, plain, queue, monkeypatch, n_limited):
+def test_thousands_of_due_jobs_are_enqueued_in_steps_without_a_pause(connection, plain, queue, monkeypatch):
     """Each step is short, because its thread also watches the running jobs, and the next step follows at once."""
     monkeypatch.setattr("stoker_worker.queue.housekeeping._STEP_S", 0)
     ids = [f"job-{n}" for n in range(1000)]
     with connection.pipeline() as pipeline:
         for n, job_id in enumerate(ids):
             job = plain.create_job(TASK_PATH, kwargs={"request": REQUEST}, job_id=job_id, status="scheduled")
-            if n < n_limited:
-                job.rate_limit_key, job.rate_limit_concurrency = "key", 1000
             job.save(pipeline=pipeline)
             pipeline.zadd("rq:scheduled:generate", {job_id: n + 1})
         pipeline.execute()
     lengths = [0]
     while queue.tidy():
         lengths.append(connection.llen("rq:queue:generate"))
-    assert sorted(waiting(connection)) == sorted(ids)
-    assert [job_id for job_id in waiting(connection) if job_id in ids[n_limited:]] == ids[n_limited:]
+    assert waiting(connection) == ids
     assert max(after - before for before, after in pairwise(lengths)) <= 200
     assert not connection.zcard("rq:scheduled:generate")
 
@@ -151,31 +147,19 @@ def test_a_deposed_worker_enqueues_nothing(connection, plain, queue):
     assert places(connection, job_id) == ["scheduled"]
 
 
-@pytest.mark.parametrize("limit", [None, RateLimit("key", 2)])
 @pytest.mark.parametrize("how", ["cancel", "delete"])
-def test_a_job_withdrawn_just_before_it_is_enqueued_stays_withdrawn(connection, plain, queue, monkeypatch, how, limit):
-    job_id = later(plain, rate_limit=limit)
+def test_a_job_withdrawn_just_before_it_is_enqueued_stays_withdrawn(connection, plain, queue, monkeypatch, how):
+    job_id = later(plain)
     make_due(connection, job_id)
-    real = queue._housekeeping.scheduler._guards
+    real = queue._housekeeping.scheduler._enqueue
 
-    def withdraw_first(name):
-        if places(connection, job_id) == ["scheduled"]:
-            getattr(Job.fetch(job_id, connection, JSONSerializer), how)()
-        return real(name)
+    def withdraw_first(**words):
+        getattr(Job.fetch(job_id, connection, JSONSerializer), how)()
+        return real(**words)
 
-    monkeypatch.setattr(queue._housekeeping.scheduler, "_guards", withdraw_first)
+    monkeypatch.setattr(queue._housekeeping.scheduler, "_enqueue", withdraw_first)
     queue.tidy()
     assert places(connection, job_id) == (["canceled"] if how == "cancel" else [])
-
-
-def test_a_rate_limited_job_waits_for_its_slot_when_it_is_due(connection, plain, queue):
-    first, second = (later(plain, rate_limit=RateLimit("key", 1)) for _ in range(2))
-    make_due(connection, first, second)
-    queue.tidy()
-    assert waiting(connection) == [first]
-    (job,) = queue.claim(8, Busy())
-    finish(job, {"text": "done"})
-    assert waiting(connection) == [second]
 
 
 def test_an_unreadable_job_is_enqueued_to_be_refused_and_holds_up_no_other(connection, plain, queue):

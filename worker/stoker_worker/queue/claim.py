@@ -26,6 +26,7 @@ from redis.exceptions import RedisError
 from rq.executions import WORKER_EXECUTIONS_KEY_TEMPLATE, Execution, ExecutionRegistry
 from rq.job import Job, JobStatus
 from rq.queue import Queue
+from rq.rate_limit import RateLimitRegistry
 from rq.registry import (
     BaseRegistry,
     CanceledJobRegistry,
@@ -370,6 +371,9 @@ class JobStart:
         except RequestError as error:
             log_failure(job_id, error, queue=queue_name)
             self._refuse(run, error)
+            if rq_job.rate_limit_key:  # RQ has given it a place for which others wait, to be refused too
+                with suppress(RedisError):
+                    RateLimitRegistry.from_job(rq_job).release_stale_and_enqueue(job_id)
         except Exception as error:
             self._give_up(queue_name, job_id, error, execution)
         return None

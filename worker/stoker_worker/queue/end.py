@@ -6,9 +6,8 @@ reply got lost. Each end is the commands that RQ's own code issues for it, recor
 (`ownership.py`), which contains a note if something is left to do. A worker that finds the note has written the end
 before, and goes on with the follow-ups.
 
-`FollowUp` enqueues the jobs that waited for an end, passes on its place under a rate limit, and removes the note. Every
-step may be done twice, so a thread that cannot tell whether a step was done does it again: the thread that ended the
-job, or the fetcher thread after a crash.
+`FollowUp` enqueues the jobs that waited for an end, and removes the note. That may be done twice, so it is done again
+where nobody can tell whether it was done: by the thread that ended the job, or by the fetcher thread after a crash.
 """
 
 import logging
@@ -18,7 +17,7 @@ import time
 import zlib
 from base64 import b64encode
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -32,7 +31,6 @@ from rq.exceptions import InvalidJobOperation
 from rq.executions import WORKER_EXECUTIONS_KEY_TEMPLATE, Execution, ExecutionRegistry
 from rq.job import Job, JobStatus
 from rq.queue import Queue
-from rq.rate_limit import RateLimitRegistry
 from rq.registry import FailedJobRegistry, ReadyJobRegistry, StartedJobRegistry
 from rq.repeat import Repeat
 from rq.results import Result
@@ -176,34 +174,30 @@ class FollowUp:
             RedisError: Redis is away, and not all is done; the note is still there.
         """
         job_id = member.rpartition(":")[0]
-        steps: tuple[tuple[str, Callable[[], None]], ...] = (
-            ("not all that wait for job %s could be enqueued", lambda: self._set_dependents_free(job_id, note)),
-            ("the place of job %s under its rate limit was not passed on", lambda: self._pass_place_on(job_id, note)),
-        )
-        for failed, step in steps:
-            try:
-                step()
-            except Exception as error:
-                if may_pass(error):
-                    raise
-                log.exception(failed, job_id)  # it would be refused for ever, and nothing would be claimed any more
+        try:
+            self._set_free(job_id, note)
+        except Exception as error:
+            if may_pass(error):
+                raise
+            # It would be refused for ever, and nothing would be claimed any more.
+            log.exception("not all that wait for job %s could be enqueued", job_id)
         with suppress(RedisError):  # if the note stays, all is done once more, to no effect
             self._connection.hdel(ENDED_KEY.format(queue=queue_name), member)
 
-    def _set_dependents_free(self, job_id: str, note: EndedNote) -> None:
+    def _set_free(self, job_id: str, note: EndedNote) -> None:
+        """Enqueue those of a job's dependents that may run now that it is over."""
         if note.end == "finished" and note.dependents:
             self._move_to_ready(job_id, JobStatus.FINISHED)
             if not self._connection.exists(Job.key_for(job_id)):  # its result is not kept
                 self._connection.delete(Job.dependents_key_for(job_id))
-        if note.end == "failed" and note.dependents:
-            self.set_free(job_id, note.dependents)
-        else:
-            self._enqueue(note.dependents)
+        # For RQ, a job with any status but failed, stopped or canceled has succeeded.
+        elif note.dependents and note.end == "failed" and self._is_over(job_id):
+            with suppress(InvalidJobOperation):  # it was deleted just now
+                self._move_to_ready(job_id)
+        self._enqueue(note.dependents)
 
-    def _pass_place_on(self, job_id: str, note: EndedNote) -> None:
-        """Unless the id holds a place again, because it was enqueued anew."""
-        if note.rate_limit:
-            RateLimitRegistry(note.rate_limit, self._connection).release_stale_and_enqueue(job_id)
+    def _is_over(self, job_id: str) -> bool:
+        return self._connection.hget(Job.key_for(job_id), "status") in _OVER
 
     def catch_up(self, queues: Iterable[str], leave: Set[str], others: Set[str]) -> None:
         """Carry out what a dead worker left, or this one.
@@ -228,14 +222,6 @@ class FollowUp:
                     continue
                 log.warning("job %s has ended; carrying out what follows", job_id)
                 self.carry_out(queue_name, member.decode(), note)
-
-    def set_free(self, job_id: str, dependents: list[str]) -> None:
-        """Enqueue those of a job's dependents that may run now that it is over."""
-        # For RQ, a job with any status but failed, stopped or canceled has succeeded.
-        if self._connection.hget(Job.key_for(job_id), "status") in _OVER:
-            with suppress(InvalidJobOperation):  # it was deleted just now
-                self._move_to_ready(job_id)
-        self._enqueue(dependents)
 
     def _move_to_ready(self, job_id: str, status: JobStatus | None = None) -> None:
         """Those whose dependencies are met, if the job's status is the given one, or as Redis has it."""
@@ -361,8 +347,8 @@ class JobFinish:
             OwnershipLost: the run is not ours (any more), or is finished already.
         """
         ttl_s = run.job.get_result_ttl(DEFAULT_RESULT_TTL_S)
-        note = self._note("finished", run)
-        is_noted = ttl_s == 0 or bool(note.rate_limit) or bool(run.job.repeats_left)
+        note = EndedNote("finished", member=self.ownership.member)
+        is_noted = ttl_s == 0 or bool(run.job.repeats_left)
         commands = partial(self._success, run, result, verdict, ttl_s)
         self._end(run, RunEnd(note, commands, is_noted, kept_s=ttl_s if ttl_s > 0 else None))
 
@@ -408,7 +394,8 @@ class JobFinish:
         commands = partial(self._failure, run, how, reason, partial_text)
         kept_s = rq_job.failure_ttl if rq_job.failure_ttl and rq_job.failure_ttl > 0 else None
         try:
-            self._end(run, RunEnd(self._note(how, run), commands, is_noted=True, kept_s=kept_s))
+            note = EndedNote(how, member=self.ownership.member)
+            self._end(run, RunEnd(note, commands, is_noted=True, kept_s=kept_s))
         except StokerError:
             raise
         except Exception as error:  # the keys of a job may hold anything, and have any type
@@ -416,9 +403,6 @@ class JobFinish:
                 raise RedisUnavailable(f"the failure of job {rq_job.id} could not be written: {error}") from None
             log.warning("RQ cannot end job %s: %s: %s", rq_job.id, type(error).__name__, message_line(error))
             self.last_resort.fail(rq_job.origin, rq_job.id, reason, run.execution)
-
-    def _note(self, how: How, run: JobRun) -> EndedNote:
-        return EndedNote(how, rate_limit=run.job.rate_limit_key or "", member=self.ownership.member)
 
     def _do_what_follows(self, run: JobRun, note: EndedNote) -> None:
         self._follow_up.carry_out(run.job.origin, run.execution.composite_key, note)

@@ -150,7 +150,7 @@ class JsonJob(Job):
         Raises:
             NoSuchJobError: there is none.
         """
-        fields = fields_in(ask_fields(self.connection, self.key, READ_FIELDS, MOST_BYTES))
+        fields = fields_in(_ask_fields(self.connection, self.key))
         if not fields:
             raise NoSuchJobError(f"No such job: {self.key}")
         self.restore(fields)
@@ -165,7 +165,7 @@ class JsonJob(Job):
         ids = list(job_ids)
         with connection.pipeline(transaction=False) as pipeline:
             for job_id in ids:
-                ask_fields(pipeline, cls.key_for(job_id), READ_FIELDS, MOST_BYTES)
+                _ask_fields(pipeline, cls.key_for(job_id))
             replies = pipeline.execute(raise_on_error=False)
         found: list[Job | None] = []
         for job_id, values in zip(ids, replies, strict=True):
@@ -211,7 +211,7 @@ class JsonJob(Job):
         """The request of this job.
 
         Raises:
-            PayloadRefused: the job is no JSON job for this worker, or has callbacks or webhooks.
+            PayloadRefused: the job is no JSON job for this worker, or has callbacks, webhooks or a rate limit.
             RequestError: the request is not valid.
         """
         func_name, args, kwargs = self.func_name, self.args, self.kwargs
@@ -232,6 +232,8 @@ class JsonJob(Job):
                 )
         if self.webhooks:
             raise PayloadRefused("this worker sends no webhooks, and the job has webhooks")
+        if self.rate_limit_key:
+            raise PayloadRefused(f"this worker keeps no rate limits, and the job has {self.rate_limit_key[:200]!r}")
         request = kwargs.get(REQUEST_KWARG) if isinstance(kwargs, dict) else None
         if args or not isinstance(request, dict) or len(kwargs) != 1:
             raise PayloadRefused(f"{func_name} takes exactly one argument, {REQUEST_KWARG}={{...}}")
@@ -253,10 +255,10 @@ class JsonJob(Job):
             raise PayloadRefused("the request is nested too deeply") from None
 
 
-def ask_fields(client: Redis | Pipeline, key: str, names: Sequence[str | bytes], most_bytes: int) -> Any:
-    """As HMGET, but in place of each value that would make the reply longer than `most_bytes` there is its length."""
+def _ask_fields(client: Redis | Pipeline, key: str) -> Any:
+    """The values of `READ_FIELDS`; in place of each that would make the reply longer than `MOST_BYTES`, its length."""
     script = lua("fields") + "return (fields_of(KEYS[1], tonumber(ARGV[1]), {unpack(ARGV, 2)}))"
-    return client.register_script(script)(keys=[key], args=[most_bytes, *names])
+    return client.register_script(script)(keys=[key], args=[MOST_BYTES, *READ_FIELDS])
 
 
 def fields_in(values: Sequence[bytes | int | None]) -> dict[bytes, bytes | int]:
@@ -288,11 +290,7 @@ def is_rqs(job_id: object) -> bool:
 
 def _malformed(raw: Mapping[bytes, bytes]) -> set[bytes]:
     """The fields that RQ cannot decode, or would decode to something of another type than it expects later."""
-    found = {name for name, has_form in _FORMS.items() if (value := raw.get(name)) and not _passes(has_form, value)}
-    key, places = b"rate_limit_key", b"rate_limit_concurrency"
-    if raw.get(key) and (places in found or not _passes(lambda value: int(value) > 0, raw.get(places, b""))):
-        found |= {key, places}  # RQ enqueues no job with one of the two
-    return found
+    return {name for name, has_form in _FORMS.items() if (value := raw.get(name)) and not _passes(has_form, value)}
 
 
 def _passes(has_form: Callable[[bytes], object], value: bytes) -> bool:

@@ -20,7 +20,6 @@ from redis import Redis
 from redis.exceptions import ResponseError
 from rq.executions import ExecutionRegistry
 from rq.queue import Queue
-from rq.rate_limit import RateLimitRegistry
 from rq.utils import str_to_date, utcformat
 
 from stoker_shared.errors import JobLost, OwnershipLost
@@ -43,13 +42,11 @@ class EndedNote:
     Attributes:
         end: how this run of the job ended. A failure that is retried is ``failed`` too; ``moved``: to the next model.
         dependents: ids of jobs that may wait for this end.
-        rate_limit: key of the rate limit under which the job held a place, or empty.
         member: in whose name the job ran.
     """
 
     end: How
     dependents: list[str] = field(default_factory=list)
-    rate_limit: str = ""
     member: str = ""
 
     def head(self) -> str:
@@ -173,8 +170,6 @@ class Ownership:
         ]
         args = [*self.lease.args, execution.composite_key, execution.id]
         self._let_go(keys=keys, args=[*args, *OF_THE_RUN])
-        if rq_job.rate_limit_key:  # a canceled job keeps its place until its run is gone
-            RateLimitRegistry(rq_job.rate_limit_key, self._connection).release_stale_and_enqueue(rq_job.id)
 
     def _keys(self, run: JobRun) -> list[str]:
         return [*self.lease.keys, run.job.key, run.execution.key]

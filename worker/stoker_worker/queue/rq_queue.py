@@ -207,7 +207,7 @@ class RqQueue(QueuePort):
 
     @as_redis_unavailable()
     def tidy(self) -> bool:
-        return self._housekeeping.step(self._in_flight)
+        return self._housekeeping.step()
 
     @as_redis_unavailable()
     def beat(self) -> bool:
