@@ -27,7 +27,6 @@ from stoker_worker.settings import read_settings
 BYTES = 256 << 20
 _ROUNDS = 7
 _SLEPT_S, _PATIENCE_S = 10.0, 900.0
-_IS_MAC = platform.system() == "Darwin"
 
 
 def short_form(bench: object, folder: Path) -> Iterator[Json]:
@@ -92,7 +91,7 @@ def _on_device(make: Callable[[], Any]) -> Any:
 def launchd(folder: Path) -> Json:
     """A worker without a model as a service of this user: loaded, and unloaded again."""
     row: Json = {"what": "launchd loads a worker's unit, and unloads it"}
-    if not _IS_MAC:
+    if platform.system() != "Darwin":
         return row | {"found": "no Mac"}
     name, manager, said = "stoker-figures", manager_here(is_system=False), list[str]()
     options = ("--engine", "scripted", "--redis", "embedded", "--store", str(folder / "service"))

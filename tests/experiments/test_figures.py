@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.experiments.experiments_process import EXPERIMENTS
+from tests.worker.test_service import Managed, managed  # noqa: F401
 
 ROOT = EXPERIMENTS.parent
 
@@ -100,6 +101,17 @@ def test_a_part_that_is_ended_closes_what_it_opened(tmp_path: Path, monkeypatch:
         assert process.stdout.readline() == "begun\n"
         process.terminate()
         assert process.stdout.read() == "closed\n"
+
+
+@pytest.mark.parametrize("managed", ["Darwin"], indirect=True)
+def test_launchd_loads_the_unit_and_nothing_of_it_stays(managed: Managed, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Played: there is no launchd here."""
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    from machine_checks import launchd  # type: ignore[import-not-found]
+
+    assert launchd(managed.home)["equal"]
+    assert [call.split()[0] for call in managed.calls()] == ["bootstrap", "bootout"]
+    assert not list(managed.home.rglob("*.plist"))
 
 
 def test_every_part_has_its_function(kit: ModuleType) -> None:
