@@ -35,6 +35,8 @@ def page(content: Json) -> str:
         f"# {facts.get('model', 'no model')} on {facts['cpu'] if device == 'CPU' else device}, {content['date']}",
         *([content["options"]["note"]] if content["options"]["note"] else []),
         *(["This is a virtual machine: its GPU is shared."] if facts.get("virtual") else []),
+        *(["**Other programs kept the machine busy when it began: do not trust these times.**"]
+          if facts["load_average_at_start"] > facts["cores"] else []),
         *(["A CPU's figures are no substitute for a Mac's."] if device == "CPU" else []),
         columns(_headlines(content), {"figure": "{figure}", **_RATIO, "exact": "{equal}"}),
         f"**{_exactness(content)}**",

@@ -152,4 +152,6 @@ def test_the_readme_shows_the_newest_mac_that_is_no_virtual_machine(pages: Modul
         pages.machines({"b": virtual})
     )
     assert "This is a virtual machine" in pages.page(virtual)
+    assert "do not trust" in pages.page(made_up(load_average_at_start=11.0))
+    assert "do not trust" not in pages.page(mac)
     assert pages.name_of(mac) == "2027-01-02-apple-m9-some-model"
