@@ -126,6 +126,9 @@ def test_every_part_has_its_function(kit: ModuleType) -> None:
 def test_the_committed_pages_have_the_committed_figures(pages: ModuleType) -> None:
     written = dict(pages.written(ROOT, pages.all_figures(), EXPERIMENTS / "results"))
     assert not [path for path, text in written.items() if path.read_text() != text]
+    workers = json.loads((EXPERIMENTS / "results" / "exp_025_results.json").read_text())
+    least = min(one["speed"]["median"] for one in workers["jobs"])
+    assert f"at least {least} times the jobs of one\n" in (ROOT / "README.md").read_text()
 
 
 def made_up(**facts: Any) -> dict[str, Any]:
