@@ -74,19 +74,3 @@ def test_of_an_answer_that_is_one_call_only_the_thinking_is_certain(first: str, 
     read: list[str] = []
     whole = cut(before + call, markers, lambda said, _: read.append(said.strip()), None)
     assert (whole.reasoning, whole.content, read) == (reasoning, "", [call])
-
-
-def test_what_is_certain_is_not_read_again() -> None:
-    places: list[int] = []
-
-    class Read(str):
-        """Notes from where it is searched."""
-
-        def find(self, *args: Any) -> int:
-            places.append(args[1])
-            return super().find(*args)
-
-    cutter, text = Cutter(THINK), "<think>Hm.</think>So. " * 50
-    cutter.cut_so_far(text)
-    cutter.cut_so_far(Read(text + "<thi"))
-    assert min(places) >= len(text) - len("So. ")

@@ -23,6 +23,7 @@ from tests.producer.serve.conftest import serving_at
 from stoker.api.failure import Failure, FieldRefused
 from stoker.api.fields import BodyOptions
 from stoker.api.responses import RULES, URL, messages_of
+from stoker.serve import generation
 from stoker.serve.intake import CallHead, call_jobs
 from stoker.serve.settings import ANYBODY, ServeSettings, Tokens
 from stoker.serve.store import ResponseStore, StoredResponse
@@ -32,6 +33,12 @@ TOOL: Any = {"type": "function", "name": "f", "parameters": {"type": "object", "
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 SERVED = ServeSettings(body_options=BodyOptions(any_model=True))
 THINKING = Markers(first="reasoning", edges=(Edge("reasoning", "|", "normal"),))
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    """A stream is open for its client once it has sent anything."""
+    monkeypatch.setattr(generation, "KEEP_ALIVE_S", 0.1)
 
 
 @pytest.fixture

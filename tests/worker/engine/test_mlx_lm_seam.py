@@ -46,60 +46,6 @@ def test_a_function_of_mlx_lm_takes_what_rows_pass(name):
     assert list(inspect.signature(found).parameters) == FUNCTIONS[name].split()
 
 
-@pytest.mark.parametrize("is_array", [False, True])
-def test_a_model_asks_a_cache_for_its_mask_with_the_arguments_that_row_caches_take(is_array):
-    import mlx.core as mx
-    from mlx_lm.models.base import create_attention_mask
-
-    from stoker_worker.engine.rows.attention import Step, StepCache
-
-    assert create_attention_mask(mx.zeros((2, 1, 4)), StepCache(Step([]), 0), return_array=is_array) is None
-
-
-def test_keys_and_values_lie_in_a_cache_as_rows_take_them():
-    """Rows make their own arrays from these, and caches from theirs."""
-    import mlx.core as mx
-    from mlx_lm.models.cache import KVCache
-
-    cache, new = KVCache(), mx.ones((1, 2, 3, 4))
-    cache.update_and_fetch(new, 2 * new)
-    assert cache.offset == 3
-    assert cache.keys.shape[2] >= 3
-    larger = KVCache()
-    larger.keys, larger.values, larger.offset = mx.zeros((1, 2, 8, 4)), mx.zeros((1, 2, 8, 4)), 5
-    room = larger.keys
-    keys, values = larger.update_and_fetch(new, 2 * new)
-    assert larger.keys is room  # there is room, so nothing is copied
-    assert (larger.offset, keys.shape, values.shape) == (8, (1, 2, 8, 4), (1, 2, 8, 4))
-    assert mx.array_equal(keys[:, :, 5:], new)
-    assert mx.array_equal(larger.state[1][:, :, :8], values)
-
-
-@pytest.mark.parametrize("kind", ["window", "recurrent"])
-def test_caches_of_other_layers_merge_grow_and_shrink_in_place_and_give_a_row_back(kind):
-    import mlx.core as mx
-    from mlx_lm.models.cache import ArraysCache, RotatingKVCache
-
-    def row(number):
-        if kind == "recurrent":
-            cache = ArraysCache(size=1)
-            cache[0] = number * mx.ones((1, 2))
-            return cache
-        cache = RotatingKVCache(max_size=4)
-        cache.update_and_fetch(*(number * mx.ones((1, 1, number, 2)) for _ in range(2)))
-        return cache
-
-    def first(cache):
-        return (cache[0] if kind == "recurrent" else cache.keys).max().item()
-
-    batch = row(1).merge([row(1), row(2)])
-    assert batch.extend(row(3).merge([row(3)])) is None
-    assert batch.filter([2, 0, 1]) is None  # any order
-    assert [first(batch.extract(i)) for i in range(3)] == [3, 1, 2]
-    assert type(batch.extract(0)) is type(row(1))
-    assert batch.nbytes > 0
-
-
 def test_rows_with_a_mask_that_the_model_has_made_itself_are_refused():
     import mlx.core as mx
 

@@ -144,19 +144,6 @@ def test_sequences_that_are_wrong_at_one_width_run_one_at_a_time(monkeypatch):
     assert verdict.mode == ServingMode(Batching.ONE_AT_A_TIME)
 
 
-def test_sequences_that_raise_together_run_one_at_a_time(monkeypatch):
-    def is_wrong(sequences, tokens):
-        if sequences > 1:
-            raise ValueError("shapes do not fit")
-        return False
-
-    layout = Layout("llama")
-    break_when(layout, monkeypatch, is_wrong)
-    verdict = proof_of(layout)
-    assert verdict.mode == ServingMode(Batching.ONE_AT_A_TIME)
-    assert "ValueError: shapes do not fit" in verdict.why[0]
-
-
 def test_a_model_whose_caches_come_back_wrong_keeps_its_batch_and_has_no_memory(monkeypatch):
     from stoker_worker.engine import batch_engine, transfer
 

@@ -248,18 +248,3 @@ def test_a_file_without_a_part_of_its_tokenizer_is_refused_by_its_name(missing: 
     del keys[f"tokenizer.ggml.{missing}"]
     with pytest.raises(ModelNotLoadable, match=missing):
         make_tokenizer(keys)
-
-
-@pytest.mark.model
-def test_smollm2_encodes_its_default_system_message_to_the_published_ids(smollm2: Path) -> None:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
-    text = (
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-        "<|im_start|>user\n"
-    )
-    assert tokenizer.encode(text).ids == [
-        *(1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712, 8182),
-        *(2, 198, 1, 4093, 198),
-    ]

@@ -36,13 +36,3 @@ def test_append_renders_what_full_renders_and_keeps_the_models_own_tokens(name: 
         assert theirs.messages is not None
         assert ours.messages is not None
         assert len(ours.messages) == len(theirs.messages)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_result_that_comes_with_the_next_question_is_in_the_prompt(name: str) -> None:
-    conversation = Conversation(FAMILIES[name], "append")
-    conversation.turn([{"role": "user", "content": "How is Oslo?"}], calls=True)
-    question = {"role": "user", "content": "And Rome?"}
-    conversation.turn([*conversation.tool_result(), question], calls=False, text="Clear.")
-    text = conversation.tokenizer.decode(conversation.prompts[-1][0].ids)
-    assert all(text.count(said) == 1 for said in ("How is Oslo?", "celsius", "And Rome?"))

@@ -184,12 +184,6 @@ def test_a_refused_backup_makes_no_store(store: AgentCacheStore, tmp_path: Path,
     assert not (tmp_path / "new").exists()
 
 
-def test_an_error_names_the_file_that_was_asked_for(store: AgentCacheStore, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="missing/file'") as caught:
-        copied(store, tmp_path / "missing" / "file")
-    assert "draft" not in str(caught.value)
-
-
 def damage(path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection:
         (page,) = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = 'agents_by_key'").fetchone()
