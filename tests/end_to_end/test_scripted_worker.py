@@ -246,23 +246,14 @@ def test_answers_have_the_form_that_is_asked_for(producer, redis_url, store):
 
 BAD_PAYLOADS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown field": ({"prompt": "x", "colour": "red"}, "InvalidRequest: colour"),
-    "wrong type": ({"prompt": "x", "max_tokens": "5"}, "InvalidRequest: max_tokens"),
-    "empty prompt": ({"prompt": ""}, "InvalidRequest: prompt"),
-    "prompt and messages": ({"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "InvalidRequest: exactly"),
     "zero max_tokens": ({"prompt": "x", "max_tokens": 0}, "InvalidRequest: .*'max_tokens' 0"),
-    "long agent id": ({"prompt": "x", "agent_id": "a" * 201}, "InvalidRequest: agent_id"),
     "newline in agent id": ({"prompt": "x", "agent_id": "a\nb"}, "InvalidRequest: agent_id"),
-    "no messages": ({"messages": []}, "InvalidRequest: 'messages'"),
-    "no role": ({"messages": [{"content": "x"}]}, "InvalidRequest: messages.0.role"),
-    "null content": ({"messages": [{"role": "user", "content": None}]}, "InvalidRequest: messages.0: 'content'"),
     "parts": (
         {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
         "InvalidRequest: messages.0: a part of type 'text'",
     ),
     "lone surrogate": ({"prompt": "\ud800"}, "InvalidRequest: prompt"),
     "NaN": ({"prompt": "x", "temperature": float("nan")}, "InvalidRequest: temperature"),
-    "infinity": ({"prompt": "x", "temperature": float("inf")}, "InvalidRequest: temperature"),
-    "empty stop": ({"prompt": "x", "stop": [""]}, "InvalidRequest: stop.0"),
     "newer version": ({"prompt": "x", "v": 6}, "RequestVersionTooNew: .*v 6.*v 5"),
     "other model": ({"prompt": "x", "model": "gpt"}, "ModelMismatch: .*'gpt'.*'scripted'"),
     "over the context": ({"prompt": "x", "max_tokens": 2_000_000}, "ContextLimitExceeded: .*2000001"),

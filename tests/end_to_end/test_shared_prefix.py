@@ -36,27 +36,3 @@ def test_a_system_prompt_is_stored_and_prefilled_once_for_all_agents_that_may_sh
     copies = {"not at all": 1, "by tenant": 2, "by agent": AGENTS}[apart]
     assert len(list((store / "blocks").rglob("*.safetensors"))) == 3 * copies
     assert len(list((store / "pieces").rglob("*-tail.*"))) == AGENTS
-
-
-def test_jobs_without_an_agent_share_their_common_prefix_and_store_nothing_else(redis_url, tmp_path):
-    producer, store = Producer(redis_url), tmp_path / "store"
-
-    def run(numbers, **options):
-        begin = [{"role": "system", "content": BRIEF}]
-        tickets = [
-            producer.submit(messages=[*begin, {"role": "user", "content": f"{n}"}], max_tokens=4, **options)
-            for n in numbers
-        ]
-        with running_worker(redis_url, store, "--burst", log_name=f"{numbers}{options}.log") as worker:
-            assert worker.wait() == 0, worker.log
-        return [ticket.result(timeout_s=1) for ticket in tickets]
-
-    results = run(range(AGENTS))
-    assert {result.usage.cached_tokens for result in results[:16]} == {0}
-    assert results[-1].usage.cached_tokens == 768
-    assert {(result.agent_id, result.cache.agent_version, result.cache.saved) for result in results} == {
-        (None, None, False)
-    }
-    assert len(list((store / "blocks").rglob("*.safetensors"))) == 3
-    assert list((store / "pieces").rglob("*.*")) == []
-    assert {result.usage.cached_tokens for result in run(range(3), cache="off")} == {0}

@@ -115,13 +115,6 @@ def test_the_url_stays_over_a_restart_as_long_as_its_port_is_free(folder):
             assert urlsplit(elsewhere.url).password == urlsplit(url).password
 
 
-def test_what_was_written_is_there_after_a_stop_and_a_start(folder):
-    with EmbeddedServer(folder) as server:
-        set_key(server.url)
-    with EmbeddedServer(folder) as server:
-        assert key(server.url) == b"v"
-
-
 def test_a_server_whose_starter_was_killed_is_adopted_and_then_stopped(folder, killed_starter):
     set_key(killed_starter)
     with EmbeddedServer(folder) as server:

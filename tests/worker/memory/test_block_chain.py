@@ -11,10 +11,6 @@ from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 token_lists = st.lists(st.integers(0, 3), max_size=700).map(tuple)
 
 
-def test_no_salt_is_the_empty_salt() -> None:
-    assert BlockChain("model", None, ()).root == BlockChain("model", "", ()).root
-
-
 @given(token_lists, token_lists)
 def test_two_chains_agree_exactly_as_far_as_their_tokens_do(left: tuple[int, ...], right: tuple[int, ...]) -> None:
     same_blocks = common_length(left, right) // BLOCK_TOKENS
@@ -22,17 +18,6 @@ def test_two_chains_agree_exactly_as_far_as_their_tokens_do(left: tuple[int, ...
     assert len(ours) == len(left) // BLOCK_TOKENS
     assert ours[:same_blocks] == theirs[:same_blocks]
     assert not set(ours[same_blocks:]) & set(theirs[same_blocks:])
-
-
-@given(token_lists, st.integers(0, 700))
-def test_the_start_of_a_chain_is_the_chain_of_the_first_tokens(tokens: tuple[int, ...], n_tokens: int) -> None:
-    chain, alone = BlockChain("model", "s", tokens).up_to(n_tokens), BlockChain("model", "s", tokens[:n_tokens])
-    assert chain == alone
-    assert (chain.addresses, chain.last, chain.rest) == (alone.addresses, alone.last, alone.rest)
-    assert chain.last == chain.parent(chain.n_blocks)
-    assert (
-        tuple(token for index in range(chain.n_blocks) for token in chain.block(index)) + chain.rest == chain.token_ids
-    )
 
 
 def test_a_model_that_is_no_fingerprint_never_becomes_a_path() -> None:

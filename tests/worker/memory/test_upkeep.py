@@ -17,14 +17,12 @@ from tests.worker.memory.agents import (
     disk_bytes,
     files_below,
     ids,
-    make_transcript,
-    make_turn,
     problems_of,
 )
 from tests.worker.memory.faulty_files import FullFiles
 
 from stoker_worker import events
-from stoker_worker.memory import cache_index, database, upkeep
+from stoker_worker.memory import cache_index, upkeep
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.ports import Delivery
@@ -128,25 +126,6 @@ def test_uses_and_ends_of_jobs_are_written_when_the_store_is_closed(tmp_path: Pa
         assert last_used(store, "a") > last_used(store, "b")
         one_round(store)
         assert rows(store, "SELECT agent_id FROM deliveries JOIN agents ON number = agent") == [("a",)]
-
-
-def test_what_is_written_later_never_grows_beyond_a_bound_without_upkeep(store: AgentCacheStore) -> None:
-    Agent(store).say(LONG[:10])
-    for number in range(3000):
-        store.ended("agent", Delivery(f"job-{number}", ""), remember_s=HOUR_S)
-        assert len(store._notes) <= 1024
-
-
-def test_all_answers_whose_time_is_over_are_forgotten_and_no_other(store: AgentCacheStore) -> None:
-    agent = Agent(store)
-    for number in range(600):
-        turn = make_turn(agent, agent.open(), make_transcript(LONG[: number % 5]), None)
-        store.save(turn)
-        store.ended("agent", turn.delivery, remember_s=HOUR_S if number in (7, 500) else -1.0)
-    one_round(store)
-    assert len(rows(store, "SELECT * FROM deliveries")) == 2
-    assert store.answer("agent", Delivery("job-8", "2024-01-01T00:00:00Z")) is not None
-    assert problems_of(store) == []
 
 
 def test_agents_unused_for_longer_than_their_ttl_are_removed_with_their_files(tmp_path: Path) -> None:
@@ -337,14 +316,6 @@ def test_the_index_follows_the_files(tmp_path: Path, store: AgentCacheStore) -> 
     assert len(rows(store, "SELECT * FROM blocks")) == len(files_below(tmp_path / "blocks"))
     ((counted,),) = rows(store, "SELECT (SELECT sum(n_bytes) FROM blocks) + (SELECT sum(piece_bytes) FROM agents)")
     assert rows(store, "SELECT cache_bytes FROM store") == [(counted,)]
-
-
-def test_a_wrong_sum_of_all_sizes_is_corrected(store: AgentCacheStore) -> None:
-    Agent(store).say(LONG[:700])
-    store.parts.database.commit(lambda connection: database.count_bytes(connection, 12_345))
-    assert len(problems_of(store)) == 1
-    one_round(store)
-    assert problems_of(store) == []
 
 
 def test_a_walk_changes_nothing_in_a_store_that_is_right(store: AgentCacheStore) -> None:
