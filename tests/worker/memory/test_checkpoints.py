@@ -86,16 +86,49 @@ def test_the_third_agent_goes_on_where_the_first_two_parted(team: Team, tmp_path
     assert len(checkpoint_files(tmp_path)) == 1
 
 
-def test_an_edited_conversation_goes_on_from_the_last_checkpoint_before_the_edit(team: Team) -> None:
+def test_the_second_agent_goes_on_near_the_end_of_a_first_prompt_of_which_nothing_is_known(team: Team) -> None:
+    system = ids(2000)
+    assert 1792 in left_by(team("first"), (*system, *ids(60, seed=1)))
+    assert team("second").cached((*system, *ids(60, seed=2))) == 1792
+
+
+def test_an_edited_prompt_goes_on_from_the_last_checkpoint_before_the_edit(team: Team) -> None:
     agent, said = team("a"), ids(4 * 1024 + 10)
-    agent.say(said)
-    edited = (*said[:2500], 7, *said[2501:])
-    assert left_by(agent, edited) == [2304, 3072, 4096]
-    assert agent.cached((*said[:2500], 8, *said[2501:])) == 2304
+    assert left_by(agent, said)[-3:] == [3072, 3584, 3840]
+    edited = (*said[:3300], 7, *said[3301:])
+    assert 4096 in left_by(agent, edited)
+    assert agent.cached((*said[:3300], 8, *said[3301:])) == 3072
     other = Agent(agent.store, "b", agent.model)
-    assert other.cached(said) == 4096
-    assert other.cached((*said[:2100], 8)) == 2048
+    assert other.cached(edited) == 4096
+    assert other.cached((*said[:3600], 8)) == 3584
     assert problems_of(agent.store) == []
+
+
+def test_an_edited_conversation_goes_on_at_the_end_of_the_turn_before_the_edit(team: Team, tmp_path: Path) -> None:
+    agent, ends, said = team("a"), list[int](), ids(0)
+    for seed in range(6):
+        said = (*said, *ids(400, seed=seed), *ids(20, seed=50 + seed))
+        agent.say(said[:-20], said[-20:])
+        ends.append(len(said))
+    n_files = len(files_below(tmp_path))
+    for seed, turn in enumerate((4, 2, 2, 1)):
+        edited = (*said[: ends[turn]], *ids(400, seed=100 + seed), *said[ends[turn] + 400 :])
+        assert agent.cached(edited) == ends[turn]
+        agent.say(edited)
+    assert agent.cached((*said[: ends[1] - 1], 1)) == ends[0]
+    assert len(files_below(tmp_path)) < 2 * n_files
+    ticks(agent.store)
+    assert agent.store.misses == {}
+    assert agent.store.budget.total_bytes == disk_bytes(tmp_path)
+    assert problems_of(agent.store) == []
+
+
+def test_the_end_of_a_turn_serves_other_agents_that_go_on_alike(team: Team) -> None:
+    agent, said = team("a"), ids(2100)
+    for n in (700, 1000, 1300):
+        agent.say(said[:n])
+    assert team("b").cached((*said[:1100], 1)) == 1000
+    assert team("b").cached((*said[:1010], 1)) == (1000 if not team("b").model.spec.full_layers else 700)
 
 
 def test_jobs_without_an_agent_and_sessions_have_checkpoints_too(team: Team) -> None:
@@ -117,7 +150,7 @@ def test_a_rollback_leaves_what_the_checkpoints_before_it_serve(team: Team) -> N
     agent.say(ids(2100))
     agent.say((*ids(2100), *ids(100, seed=1)))
     agent.store.agent_jobs.run(AgentRequest(agent_id="a", action="rollback"), Delivery("job", "2024-01-01T00:00:00Z"))
-    assert agent.cached((*ids(2100), 5)) == 2048
+    assert agent.cached((*ids(2100), 5)) == (1792 if agent.model.spec.full_layers else 2100)
 
 
 def test_forgetting_the_last_agent_of_a_block_removes_its_checkpoint(team: Team, tmp_path: Path) -> None:
@@ -185,8 +218,10 @@ def test_regular_checkpoints_are_few_and_take_half_of_the_bytes_of_the_blocks_at
     full = LayerSpec(LayerKind.FULL, n_kv_heads=2, key_dim=64, value_dim=64)
     for spec in (ModelCacheSpec((state, full), "float32"), *SNAPSHOT_SPECS.values()):
         for n_prompt in (1, 255, 1024, 1025, 10_000, 131_073):
-            places = checkpoint_places(spec, n_prompt=n_prompt, n_restored=0)
-            assert len(places) <= MOST_REGULAR
+            unknown = checkpoint_places(spec, n_prompt=n_prompt, n_restored=0)
+            places = checkpoint_places(spec, n_prompt=n_prompt, n_restored=0, ends=(1,))
+            assert len(unknown) <= max(1, len(places)) <= MOST_REGULAR
+            assert unknown[-1:] == ((n_prompt // 256 * 256 - 256,) if n_prompt > 1280 else ())
             assert all(n % (LEAST_APART * 256) == 0 and n < n_prompt for n in places)
             if spec.full_layers:
                 assert 2 * len(places) * spec.snapshot_bytes(n_prompt) <= n_prompt * spec.bytes_per_token

@@ -223,8 +223,8 @@ def test_a_model_with_snapshots_resumes_at_the_end_of_the_prompt_or_of_the_answe
     store = reopen(store, tmp_path)
     assert call(store, LONG[:700], LONG[700:720], model=model) == (640, None)
     assert call(store, (*LONG[:700], *OTHER[:50]), model=model) == (699, None)  # without its answer
-    assert call(store, (*LONG[:650], *OTHER[:80]), model=model)[0] == 0
-    restored = restore(store, (*LONG[:650], *OTHER[:90]), model=model)
+    assert call(store, (*LONG[:650], *OTHER[:80]), model=model)[0] == 640  # an answer before that
+    restored = restore(store, (*LONG[:610], *OTHER[:90]), model=model)
     assert restored.miss_reason in ("no_snapshot", None)
 
 

@@ -29,6 +29,7 @@ from tests.worker.memory.agents import (
 )
 from tests.worker.memory.test_damage import DAMAGES
 
+from stoker_worker.memory.blocks import common_length
 from stoker_worker.ports import SequenceCache
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec
 
@@ -109,18 +110,21 @@ def test_any_run_of_turns_reuses_up_to_the_last_snapshot_on_the_way(
     folder = Path(tempfile.mkdtemp(dir=tmp_path))
     agent = Agent(open_store(folder), model=model_of(name))
     stands: list[int] = []
-    checkpoints: dict[tuple[int, ...], int] = {}
+    checkpoints: dict[tuple[int, ...], tuple[int, ...]] = {}  # by the blocks before it: all tokens before it
     for seed, (keep, new, answer) in enumerate(turns):
         history = agent.tokens()
         kept = min(keep, len(history))
         prompt = (*history[:keep], *(50_000 + seed for _ in range(new)))
         own = [n for n in stands if n <= min(kept, len(prompt) - 1)]
         turn = agent.turn(prompt, ids(answer, seed=seed))
-        shared = [n for begin, n in checkpoints.items() if prompt[:n] == begin and n < len(prompt)]
+        shared = [len(all_) for all_ in checkpoints.values() if prompt[: len(all_)] == all_ != prompt]
         assert agent.cached(prompt) == max((*own, *shared), default=0)
         agent.store.save(turn)
         assert turn.cache is not None
-        checkpoints |= {prompt[: one.n_tokens]: one.n_tokens for one in turn.cache.checkpoints}
+        checkpoints |= {prompt[: one.n_tokens]: prompt[: one.n_tokens] for one in turn.cache.checkpoints}
+        common = common_length(history, agent.tokens())
+        for n in [n for n in stands if 256 <= n <= common][-1:]:
+            checkpoints.setdefault(history[: n // 256 * 256], history[:n])
         stands = [len(prompt) - 1, len(prompt) + answer]
         agent.store = reopen(agent.store, folder)
         assert agent.tokens() == (*prompt, *ids(answer, seed=seed))

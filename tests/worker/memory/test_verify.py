@@ -145,8 +145,8 @@ def test_a_damaged_file_is_a_line(parts: StoreParts, data: bytes) -> None:
 def test_a_whole_file_at_another_place_is_a_line(tmp_path: Path, kind: str) -> None:
     model = MODEL if kind == "full" else make_model(spec=SNAPSHOT_SPECS[kind])
     with closing(open_store(tmp_path / "store")) as store:
-        for name, length in (("a", 600), ("b", 700)):
-            Agent(store, name, model=model).say(LONG[:length], (7,))
+        for name, prompt in (("a", LONG[:600]), ("b", LONG[:700]), ("c", LONG[300:900])):
+            Agent(store, name, model=model).say(prompt, (7,))
         parts = store.parts
         for ours, theirs in zip(parts.pieces.paths("a", 1), parts.pieces.paths("b", 1), strict=True):
             if ours.exists():
@@ -157,7 +157,7 @@ def test_a_whole_file_at_another_place_is_a_line(tmp_path: Path, kind: str) -> N
         assert len(checkpoints) == (kind != "full")
         blocks = sorted({*parts.blocks.path.glob("*/*/*")}.difference(checkpoints))
         for path in checkpoints:
-            path.write_bytes((blocks or pieces)[0].read_bytes())
+            path.write_bytes(parts.pieces.paths("c", 1)[1].read_bytes())
             expected.append(f"{path}: it is not the checkpoint of its name")
         if blocks:
             blocks[1].write_bytes(blocks[0].read_bytes())

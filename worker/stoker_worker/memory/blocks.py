@@ -25,7 +25,7 @@ import re
 import struct
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from io import FileIO
 from itertools import chain, takewhile
@@ -39,7 +39,7 @@ from xxhash import xxh3_128
 
 from stoker_shared.durable_file import fill, in_parts
 from stoker_worker.memory.files import CacheWriter, Chunk, allocated_bytes, is_there
-from stoker_worker.ports import Array, LayerKV, LayerState, SequenceCache, as_uint16_if_bfloat16
+from stoker_worker.ports import AgentVersion, Array, LayerKV, LayerState, SequenceCache, as_uint16_if_bfloat16
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ITEM_BYTES, LayerKind, LayerSpec, ModelCacheSpec, group_size
 
 PathOf = Callable[[str, str], Path]
@@ -435,6 +435,16 @@ def read_metadata(file: FileIO) -> dict[str, Any]:
     return metadata
 
 
+def read_place(path: Path) -> tuple[str, tuple[int, ...]] | None:
+    """The block before a cache file, and the file's tokens, as its header has them: whoever uses the file verifies
+    both. ``None``: it has none, or is not there."""
+    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError), open(path, "rb", buffering=0) as file:
+        about = read_metadata(file)
+        ids = str(about["token_ids"])
+        return str(about["parent"]), tuple(map(int, ids.split(","))) if ids else ()
+    return None
+
+
 def bytes_of(array: Array) -> memoryview:
     """The memory of a contiguous array."""
     return array.reshape(-1).view(np.uint8).data
@@ -452,12 +462,15 @@ _PIECES: Final = ("tail", *(f"snapshot-{index}" for index in range(MOST_SNAPSHOT
 Pieces = Mapping[Path, Iterable[Chunk]]
 """The tail and the snapshots of a version: the bytes of each file."""
 
+Places = Sequence[tuple[int, Path]]
+"""After how many tokens snapshots were taken, ascending, and their files."""
+
 
 _CHECKPOINT: Final = "-checkpoint"
 
 
 def checkpoint_beside(block: Path) -> Path:
-    """The file of the checkpoint at the end of a block."""
+    """The file of the checkpoint after a block: at its end, or up to 255 tokens behind it."""
     return block.with_name(f"{block.stem}{_CHECKPOINT}{block.suffix}")
 
 
@@ -472,10 +485,12 @@ class SavedBlocks:
 
     Attributes:
         blocks: from the first one on that was missing.
+        outlived: snapshots that become checkpoints once the turn is committed: their files now and then.
     """
 
-    blocks: Mapping[int, int]
-    checkpoints: Mapping[int, int]
+    blocks: Mapping[int, int] = field(default_factory=dict)
+    checkpoints: Mapping[int, int] = field(default_factory=dict)
+    outlived: Mapping[Path, Path] = field(default_factory=dict)
 
     @property
     def n_bytes(self) -> int:
@@ -501,8 +516,14 @@ class BlockFolder:
         """How many of the chain's full blocks, from the first on, are there."""
         return sum(1 for _ in takewhile(is_there, chain.paths(self.path_of)))
 
-    def save(self, chain: BlockChain, cache: SequenceCache, spec: ModelCacheSpec) -> SavedBlocks:
+    def save(
+        self, chain: BlockChain, cache: SequenceCache, spec: ModelCacheSpec, *, before: Places = ()
+    ) -> SavedBlocks:
         """Write every full block of `chain` and the cache's checkpoints, except those that are there.
+
+        Args:
+            before: snapshots within `chain` of the turn before it. The last one outlives that turn, as the checkpoint
+                of its block, unless there is one.
 
         Raises:
             OSError: not all of them could be written.
@@ -520,10 +541,17 @@ class BlockFolder:
             piece = CachePiece.snapshot(spec, chain.up_to(one.n_tokens))
             index = one.n_tokens // BLOCK_TOKENS - 1
             path = checkpoints[index] = self.both(chain.model, chain.addresses[index])[1]
-            if not _has_size(path, piece.n_bytes):
+            if not _has_size(path, piece.n_bytes) or read_place(path) != (piece.parent, ()):
                 missing[path] = piece.encode_states(one.states)
         self._writer.put_all(missing)
-        return SavedBlocks(*({index: allocated_bytes(path) for index, path in x.items()} for x in (paths, checkpoints)))
+        block_bytes, state_bytes = ({n: allocated_bytes(path) for n, path in x.items()} for x in (paths, checkpoints))
+        outlived: dict[Path, Path] = {}
+        for n_tokens, path in [place for place in before if place[0] >= BLOCK_TOKENS][-1:]:
+            index = n_tokens // BLOCK_TOKENS - 1
+            target = self.both(chain.model, chain.addresses[index])[1]
+            if not is_there(target) and (n_bytes := allocated_bytes(path)):
+                state_bytes[index], outlived[path] = n_bytes, target
+        return SavedBlocks(block_bytes, state_bytes, outlived)
 
 
 class PieceFolder:
@@ -539,6 +567,11 @@ class PieceFolder:
         start = f"{self.path}/{name[:2]}/{name[:32]}-{version}-"  # many are made: joining paths takes longer
         return [Path(f"{start}{piece}.safetensors") for piece in _PIECES]
 
+    def snapshots(self, agent: AgentVersion) -> Places:
+        """The snapshots of this version. Their files may have been evicted."""
+        counts = agent.cache.snapshots if agent.cache else ()
+        return tuple(zip(counts, self.paths(agent.agent_id, agent.number)[1:], strict=False))
+
     def write(self, pieces: Pieces) -> int:
         """Write the files; returns their allocated bytes.
 
@@ -552,9 +585,15 @@ class PieceFolder:
             self.remove(pieces)
             raise
 
-    def keep_only(self, pieces: Container[Path], agent_id: str, version: int) -> None:
-        """Remove the other files of this version, which a crash may have left, and those of the one before it. Never
-        raises."""
+    def keep_only(
+        self, pieces: Container[Path], agent_id: str, version: int, *, outlived: Mapping[Path, Path] | None = None
+    ) -> None:
+        """Remove the other files of this version, which a crash may have left, and those of the one before it, unless
+        they are `outlived`, as in `SavedBlocks`. Never raises."""
+        for source, target in (outlived or {}).items():
+            with suppress(OSError):
+                self._writer.make_folder(target.parent)  # a model without full attention has no blocks
+                self._writer.files.rename(source, target)
         places = (*self.paths(agent_id, version - 1), *self.paths(agent_id, version))
         self.remove(path for path in places if path not in pieces)
 

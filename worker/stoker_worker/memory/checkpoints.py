@@ -2,10 +2,11 @@
 whichever prompt begins alike. Pure.
 
 A state can be as large as the blocks of thousands of tokens, so there are few places: where the prompt leaves what
-another one began with, where its system prompt and tools end, and at regular distances within the rest.
+another one began with, where its system prompt and tools end, and at regular distances within the rest. Of a prompt
+whose beginning nobody knows, they lie near its end: what agents have in common is often nearly all of a first prompt.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ModelCacheSpec
@@ -14,7 +15,7 @@ LEAST_APART: Final = 4
 """Blocks between regular checkpoints: each of them ends a pass of the prefill."""
 
 MOST_REGULAR: Final = 8
-"""Regular checkpoints of a prompt."""
+"""Regular checkpoints of a prompt, or those near its end."""
 
 _SHARE: Final = 2
 """Regular checkpoints take at most one byte for so many bytes of the prompt's blocks."""
@@ -32,9 +33,21 @@ def checkpoint_places(
     if not spec.snapshot_layers:
         return ()
     apart = BLOCK_TOKENS * _blocks_apart(spec, n_prompt)
-    others = (n // BLOCK_TOKENS * BLOCK_TOKENS for n in ends)
-    places = {*others, *range(apart, n_prompt, apart)}
+    regular = range(apart, n_prompt, apart)
+    if n_restored or any(ends):
+        places = {n for n in regular if n >= n_restored + apart}  # what was restored may come from there again
+        places |= {n // BLOCK_TOKENS * BLOCK_TOKENS for n in ends}
+    else:
+        places = set(_near_end(n_prompt, max(1, len(regular))))
     return tuple(sorted(n for n in places if n_restored < n < n_prompt))
+
+
+def _near_end(n_prompt: int, n_most: int) -> Iterator[int]:
+    """1, 2, 4, ... blocks before the end: a prompt that leaves this one there prefills twice its own part at most."""
+    for exponent in range(n_most):
+        n_blocks = n_prompt // BLOCK_TOKENS - 2**exponent
+        if n_blocks >= LEAST_APART:
+            yield n_blocks * BLOCK_TOKENS
 
 
 def _blocks_apart(spec: ModelCacheSpec, n_prompt: int) -> int:

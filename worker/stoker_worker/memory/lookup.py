@@ -13,11 +13,12 @@ import contextlib
 import logging
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import takewhile
+from heapq import merge
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Final, Literal, Self
 
@@ -30,12 +31,14 @@ from stoker_worker.memory.blocks import (
     PathOf,
     PieceFolder,
     PieceKind,
+    Places,
     block_address,
     bytes_of,
     checkpoint_beside,
     common_length,
     empty_layers,
     empty_states,
+    read_place,
 )
 from stoker_worker.memory.checkpoints import checkpoint_places
 from stoker_worker.memory.database import Damaged
@@ -71,7 +74,7 @@ class AgentBlocks:
 
     token_ids: tuple[int, ...] = ()
     tail: Path = Path()
-    snapshots: tuple[tuple[int, Path], ...] = ()
+    snapshots: Places = ()
     owner: AgentVersion | None = None
 
     @classmethod
@@ -79,9 +82,8 @@ class AgentBlocks:
         """Everything that was saved of the version."""
         if agent.cache is None or agent.transcript is None:
             return cls(owner=agent)
-        tail, *places = pieces.paths(agent.agent_id, agent.number)
-        snapshots = tuple(zip(agent.cache.snapshots, places, strict=False))
-        return cls(agent.transcript.token_ids[: agent.cache.tokens], tail, snapshots, agent)
+        tail = pieces.paths(agent.agent_id, agent.number)[0]
+        return cls(agent.transcript.token_ids[: agent.cache.tokens], tail, pieces.snapshots(agent), agent)
 
 
 @dataclass(frozen=True)
@@ -206,17 +208,23 @@ class BlockLookup:
             return self.prompt.n_blocks
         return sum(1 for _ in takewhile(is_there, map(self._path, range(self.prompt.n_blocks))))
 
-    def places(self) -> list["_Place"]:
+    def places(self) -> Iterator["_Place"]:
         """Where the prompt may resume, the longest prefix first: the agent's own snapshots, and checkpoints."""
-        own = [_Place(n, path) for n, path in self.own.snapshots if n <= self.own_tokens]
-        blocks = range(min(self.n_blocks_there(), self.limit // BLOCK_TOKENS))
-        beside = ((index, checkpoint_beside(self._path(index))) for index in blocks)
-        others = [
-            _Place((index + 1) * BLOCK_TOKENS, path, self.prompt.addresses[index])
-            for index, path in beside
-            if is_there(path)
-        ]
-        return sorted((*own, *others), key=lambda place: place.n_tokens, reverse=True)
+        own = (_Place(n, path) for n, path in reversed(self.own.snapshots) if n <= self.own_tokens)
+        return merge(own, self._checkpoints(), key=lambda place: place.n_tokens, reverse=True)
+
+    def _checkpoints(self) -> Iterator["_Place"]:
+        """Those of the prompt's blocks, the last one first, if the K/V up to them may be there."""
+        n_there, most = self.n_blocks_there(), self.limit
+        if self.spec.full_layers:
+            most = min(most, max(self.own_tokens, n_there * BLOCK_TOKENS))
+        for index in reversed(range(min(n_there, most // BLOCK_TOKENS))):
+            start, path = (index + 1) * BLOCK_TOKENS, checkpoint_beside(self._path(index))
+            if is_there(path):
+                ids = (read_place(path) or ("", ()))[1]
+                n_tokens = start + len(ids)
+                if n_tokens <= most and self.prompt.token_ids[start:n_tokens] == ids:
+                    yield _Place(n_tokens, path, self.prompt.addresses[index])
 
     def _path(self, index: int) -> Path:
         return self.path_of(self.prompt.model, self.prompt.addresses[index])
@@ -419,7 +427,7 @@ class PrefixLookup:
         """How many tokens of the prompt a lookup on disk may find."""
         own_tokens = common_length(own.token_ids, lookup.prompt.token_ids[: lookup.limit])
         if lookup.model.spec.snapshot_layers:
-            return max((place.n_tokens for place in self._on_disk(lookup, own).places()), default=0)
+            return max((place.n_tokens for place in islice(self._on_disk(lookup, own).places(), 1)), default=0)
         n_blocks = self._parts.blocks.n_there(lookup.prompt)
         return max(own_tokens, min(lookup.limit, n_blocks * BLOCK_TOKENS))
 

@@ -10,15 +10,14 @@ no agent's id does.
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from stoker_worker.memory import cache_index, transcripts
 from stoker_worker.memory.agent_changes import forget_agent
-from stoker_worker.memory.blocks import BlockChain, common_length, read_metadata
+from stoker_worker.memory.blocks import BlockChain, Places, common_length, read_place
 from stoker_worker.memory.database import Connection, Damaged
 from stoker_worker.memory.eviction import DiskBudget
 from stoker_worker.memory.store_parts import StoreParts
@@ -74,7 +73,7 @@ class KeptConversation:
     prompt_tokens: int
     token_ids: tuple[int, ...]
     tail: Path
-    snapshots: tuple[tuple[int, Path], ...]
+    snapshots: Places
     n_common: int
 
     @property
@@ -142,8 +141,10 @@ class SessionCaches:
             OSError, Damaged: it could not be written; what was kept before still is.
         """
         with self._budget.holds.using(None, chain.addresses):
-            name, version = self._take(session, chain)
-            save = partial(self._save, name, version, chain, cache, prompt_tokens=prompt_tokens, model=model)
+            name, version, before = self._take(session, chain)
+            save = partial(
+                self._save, name, version, chain, cache, before=before, prompt_tokens=prompt_tokens, model=model
+            )
             try:
                 n_bytes = save()
             except OSError as error:
@@ -163,6 +164,7 @@ class SessionCaches:
         chain: BlockChain,
         cache: SequenceCache,
         *,
+        before: Places,
         prompt_tokens: int,
         model: LoadedModel,
     ) -> int:
@@ -179,18 +181,19 @@ class SessionCaches:
             cache_index.note_model(connection, model.fingerprint, spec.describe())
 
         try:
-            saved = self._blocks.save(chain, cache, spec)
+            saved = self._blocks.save(chain, cache, spec, before=before)
             piece_bytes = self._pieces.write(pieces)
             self._database.commit(change)
         except (OSError, Damaged):
             self._pieces.remove(pieces)
             raise
-        self._pieces.keep_only(pieces, name, version)
+        self._pieces.keep_only(pieces, name, version, outlived=saved.outlived)
         return saved.n_bytes + piece_bytes + LOG_BYTES
 
-    def _take(self, session: str, chain: BlockChain) -> tuple[str, int]:
-        """The row that nobody else writes until it is in `_saving` no more, and its next version: that of the
-        conversation that the call goes on with; or a free one; or the one used longest ago."""
+    def _take(self, session: str, chain: BlockChain) -> tuple[str, int, Places]:
+        """The row that nobody else writes until it is in `_saving` no more, its next version, and the snapshots that
+        the call goes on from: the row of the conversation that it goes on with; or a free one; or the one used longest
+        ago."""
         with self._lock:
             kept = self.conversations(session, chain)
             idle = [one for one in kept if one.row.agent_id not in self._saving]
@@ -201,7 +204,7 @@ class SessionCaches:
                 longest = idle[-1]  # fewer threads than conversations
             name, version = (longest.row.agent_id, longest.row.version) if longest else (str(free), 0)
             self._saving.add(name)
-            return name, version + 1
+            return name, version + 1, longest.snapshots if longest else ()
 
     def _compare(
         self, connection: Connection, row: AgentRow, n_prompt: int, prompt: BlockChain, n_before: Mapping[str, int]
@@ -251,13 +254,6 @@ def remove_session(parts: StoreParts, session: str) -> tuple[int, int]:
 def _after(path: Path, n_before: Mapping[str, int]) -> tuple[int, tuple[int, ...]] | None:
     """How many tokens come before a cache file, and its own as its header has them: whoever uses the file verifies
     both. ``None``: it does not follow a block of the prompt, or is not there."""
-    about: dict[str, Any] = {}
-    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError), open(path, "rb", buffering=0) as file:
-        about = read_metadata(file)
-    n_blocks = n_before.get(about.get("parent", ""))
-    ids = str(about.get("token_ids", ""))
-    if n_blocks is None:
-        return None
-    with suppress(ValueError):
-        return n_blocks * BLOCK_TOKENS, tuple(map(int, ids.split(","))) if ids else ()
-    return None
+    parent, ids = read_place(path) or ("", ())
+    n_blocks = n_before.get(parent)
+    return None if n_blocks is None else (n_blocks * BLOCK_TOKENS, ids)

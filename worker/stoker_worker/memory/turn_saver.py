@@ -23,6 +23,7 @@ from stoker_worker.memory.blocks import (
     BlockFolder,
     CachePiece,
     Pieces,
+    Places,
     SavedBlocks,
     common_length,
     fits,
@@ -227,7 +228,7 @@ class TurnSaver:
 
     def _save(self, turn: Turn, chain: BlockChain | None) -> int:
         """`chain`: of the tokens that are cached. Raises as `save`, and `CacheNotWritten`."""
-        saved = SavedBlocks({}, {})
+        saved = SavedBlocks()
         pieces: Pieces = {}
         if turn.cache is not None and chain is not None:
             pieces = own_pieces(chain, turn.cache, turn.model.spec, self._pieces.paths(turn.agent_id, turn.version))
@@ -236,7 +237,7 @@ class TurnSaver:
                 check_base(turn.base, transcripts.find_agent(connection, turn.agent_id))
         try:
             if turn.cache is not None and chain is not None:
-                saved = self._blocks.save(chain, turn.cache, turn.model.spec)
+                saved = self._blocks.save(chain, turn.cache, turn.model.spec, before=self._goes_on_from(turn, chain))
             piece_bytes = self._pieces.write(pieces)
         except OSError as error:
             raise CacheNotWritten(error) from error
@@ -247,8 +248,16 @@ class TurnSaver:
             self._pieces.remove(pieces)
             raise
         self._known_models.add(turn.model.fingerprint)
-        self._pieces.keep_only(pieces, turn.agent_id, turn.version)
+        self._pieces.keep_only(pieces, turn.agent_id, turn.version, outlived=saved.outlived)
         return saved.n_bytes + piece_bytes + LOG_BYTES + _ROW_BYTES * len(written.record.new_tokens)
+
+    def _goes_on_from(self, turn: Turn, chain: BlockChain) -> Places:
+        """The snapshots of the version before that the turn goes on from."""
+        cache, transcript = turn.base.cache, turn.base.transcript
+        if cache is None or transcript is None or (cache.model, cache.salt) != (chain.model, chain.salt):
+            return ()
+        n_common = common_length(transcript.token_ids[: cache.tokens], chain.token_ids)
+        return [place for place in self._pieces.snapshots(turn.base) if place[0] <= n_common]
 
     def _commit(self, connection: Connection, written: "_Written") -> None:
         turn, chain, record = written.turn, written.chain, written.record

@@ -80,16 +80,20 @@ def test_an_edited_conversation_goes_on_from_a_checkpoint_of_another_machine(
 ) -> None:
     first = machine("first")
     agent = first.agent(model=MODELS[kind])
-    agent.say(ids(3200))
+    for n_tokens in (700, 1100, 1500, 1900):
+        agent.say(ids(n_tokens))
     first.write_behind()
     assert len(list(share.objects.rglob("*-checkpoint.*"))) == 3
-    second = machine("second")
-    agent = second.agent(model=MODELS[kind])
-    assert cached(agent, ids(3200)[:2900]) == 2048
-    (brought,) = second.store.parts.path.rglob("*-checkpoint.*")
-    with second.store.parts.database.snapshot() as connection:
-        assert cache_index.checkpoint_bytes(connection) == brought.stat().st_blocks * 512
-    assert not problems_of(second.store)
+    for name, n_same, n_cached, n_brought in (("second", 1000, 700, 1), ("third", 1400, 1100, 2)):
+        other = machine(name)
+        agent = other.agent(model=MODELS[kind])
+        assert cached(agent, ids(1900)[:n_same]) == n_cached
+        brought = list(other.store.parts.path.rglob("*-checkpoint.*"))
+        assert len(brought) == n_brought
+        with other.store.parts.database.snapshot() as connection:
+            counted = cache_index.checkpoint_bytes(connection)
+        assert counted == sum(path.stat().st_blocks * 512 for path in brought)
+        assert not problems_of(other.store)
 
 
 @BOTH

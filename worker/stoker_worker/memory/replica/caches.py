@@ -181,14 +181,16 @@ class SharedCaches:
         return blocks | pieces if cache.snapshots or has_all_blocks else blocks
 
     def _wanted_checkpoint(self, version: AgentVersion, n_tokens: int) -> _Checks:
-        """The last checkpoint within the version's first `n_tokens` tokens, unless it has a snapshot as late."""
+        """The last checkpoint within the version's first `n_tokens` tokens, unless it has a snapshot as late. Beside
+        the last block it may lie behind them: then the one before it as well."""
         own = version.cache.snapshots if version.cache else ()
         least = max((n for n in own if n <= n_tokens), default=0) // BLOCK_TOKENS
         within = list(self._checkpoints(version).items())[least : n_tokens // BLOCK_TOKENS]
         if not within or is_there(within[-1][0]):
             return {}
         listed = set(_listed(self._bucket, version.agent_id))
-        return dict([one for one in within if self._name_of(one[0]) in listed][-1:])
+        there = [one for one in within if self._name_of(one[0]) in listed]
+        return dict(there[-2:] if there[-1:] == within[-1:] else there[-1:])
 
     def _checkpoints(self, version: AgentVersion) -> _Checks:
         """The places of all checkpoints that its cache may have, in the order of the chain."""
