@@ -88,7 +88,7 @@ def test_the_third_agent_goes_on_where_the_first_two_parted(team: Team, tmp_path
 
 def test_the_second_agent_goes_on_near_the_end_of_a_first_prompt_of_which_nothing_is_known(team: Team) -> None:
     system = ids(2000)
-    assert 1792 in left_by(team("first"), (*system, *ids(60, seed=1)))
+    assert 1792 in left_by(team("first", system_tokens=25), (*system, *ids(60, seed=1)))
     assert team("second").cached((*system, *ids(60, seed=2))) == 1792
 
 
@@ -219,7 +219,7 @@ def test_regular_checkpoints_are_few_and_take_half_of_the_bytes_of_the_blocks_at
     for spec in (ModelCacheSpec((state, full), "float32"), *SNAPSHOT_SPECS.values()):
         for n_prompt in (1, 255, 1024, 1025, 10_000, 131_073):
             unknown = checkpoint_places(spec, n_prompt=n_prompt, n_restored=0)
-            places = checkpoint_places(spec, n_prompt=n_prompt, n_restored=0, ends=(1,))
+            places = checkpoint_places(spec, n_prompt=n_prompt, n_restored=1)
             assert len(unknown) <= max(1, len(places)) <= MOST_REGULAR
             assert unknown[-1:] == ((n_prompt // 256 * 256 - 256,) if n_prompt > 1280 else ())
             assert all(n % (LEAST_APART * 256) == 0 and n < n_prompt for n in places)

@@ -34,9 +34,9 @@ def checkpoint_places(
         return ()
     apart = BLOCK_TOKENS * _blocks_apart(spec, n_prompt)
     regular = range(apart, n_prompt, apart)
-    if n_restored or any(ends):
-        places = {n for n in regular if n >= n_restored + apart}  # what was restored may come from there again
-        places |= {n // BLOCK_TOKENS * BLOCK_TOKENS for n in ends}
+    places = {n // BLOCK_TOKENS * BLOCK_TOKENS for n in ends if n >= BLOCK_TOKENS}
+    if places or n_restored:
+        places |= {n for n in regular if n >= n_restored + apart}  # others may go on from what was restored, too
     else:
         places = set(_near_end(n_prompt, max(1, len(regular))))
     return tuple(sorted(n for n in places if n_restored < n < n_prompt))
