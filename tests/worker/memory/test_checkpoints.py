@@ -220,7 +220,7 @@ def test_regular_checkpoints_are_few_and_take_half_of_the_bytes_of_the_blocks_at
         for n_prompt in (1, 255, 1024, 1025, 10_000, 131_073):
             unknown = checkpoint_places(spec, n_prompt=n_prompt, n_restored=0)
             places = checkpoint_places(spec, n_prompt=n_prompt, n_restored=1)
-            assert len(unknown) <= max(1, len(places)) <= MOST_REGULAR
+            assert len(unknown) <= 1 + len(places) <= MOST_REGULAR
             assert unknown[-1:] == ((n_prompt // 256 * 256 - 256,) if n_prompt > 1280 else ())
             assert all(n % (LEAST_APART * 256) == 0 and n < n_prompt for n in places)
             if spec.full_layers:
