@@ -126,6 +126,13 @@ def test_a_new_client_takes_the_place_of_an_idle_one_then_of_one_that_sends(conn
     assert [closed(client) for client in (sending, waiting, first, second)] == [True, False, False, False]
 
 
+def test_chunks_of_one_byte_are_read_in_small_pieces(connect):
+    plain, chunked = connect(), connect()
+    plain.send(HEAD)
+    chunked.send(b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n")
+    assert len(chunked.protocol.get_buffer(-1)) <= len(plain.protocol.get_buffer(-1)) // 16
+
+
 @pytest.mark.server
 @pytest.mark.parametrize(("n_files", "n_idle"), [(64, 100), (1100, 500)])
 def test_many_idle_clients_keep_nobody_out_and_fill_no_log(server_url, tmp_path, n_files, n_idle):

@@ -1,4 +1,4 @@
-"""Jobs about an agent's memory: each delivery takes effect once, also through power cuts and full disks."""
+"""Jobs about an agent's memory: each delivery takes effect once, also on a full disk."""
 
 import shutil
 import sqlite3
@@ -21,7 +21,7 @@ from tests.worker.memory.agents import (
     open_store,
     reopen,
 )
-from tests.worker.memory.faulty_files import CutFiles, FullFiles, PowerCut, Survivors
+from tests.worker.memory.faulty_files import FullFiles
 
 from stoker_shared.agents import AgentRequest, AgentResult
 from stoker_shared.errors import AgentExists, AgentNotFound, AgentTranscriptUnreadable
@@ -316,41 +316,6 @@ def seen(store: AgentCacheStore) -> list[object]:
         version = agent.open()
         found.append((version.number, version.transcript, agent.cached((*agent.tokens(), 1)) > 0))
     return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("survivors", ["all", "none", "newest"])
-@pytest.mark.parametrize("action", ["fork", "forget", "rollback"])
-def test_a_job_takes_effect_once_whenever_the_power_fails(tmp_path: Path, action: str, survivors: Survivors) -> None:
-    base = tmp_path / "base"
-    request, by, before, after, answer = prepared(base, action)
-    was_cut = True
-    for cut_at in range(1, 200):
-        folder, files = shutil.copytree(base, tmp_path / str(cut_at)), CutFiles(survivors)
-        store = AgentCacheStore(folder, files=files)
-        files.arm(cut_at)
-        try:
-            deliver(store, request, by)
-            was_cut = False
-            files.cut()
-        except PowerCut:
-            pass
-        finally:
-            store.close()
-        store = open_store(folder)
-        assert seen(store) in ((before, after) if was_cut else (after,)), cut_at
-        assert deliver(store, request, by) == answer, cut_at
-        assert seen(store) == after
-        if action != "fork":
-            Agent(store).say(ids(7, seed=8))
-            assert deliver(store, request, by) == answer
-            assert Agent(store).tokens() == ids(7, seed=8)
-        store.close()
-        shutil.rmtree(folder)
-        if not was_cut:
-            break
-    assert not was_cut
-    assert cut_at > 2
 
 
 @pytest.mark.slow

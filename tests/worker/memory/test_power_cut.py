@@ -1,4 +1,5 @@
-"""After a power cut at any instant each agent is whole, at its last version or at the one that was being saved."""
+"""After a power cut at any instant each agent is whole, at its last version or at the one that was being saved, and a
+job about it takes effect once."""
 
 import os
 import random
@@ -15,11 +16,11 @@ import pytest
 from tests.worker.memory.agents import HYBRID, MODEL, Agent, ids, make_model, open_store
 from tests.worker.memory.recorded_disk import Op, RecordedDisk, Replay, Survivors
 
+from stoker_shared.agents import AgentRequest, AgentResult
 from stoker_worker.memory.admin.verify import verify_store
-from stoker_worker.memory.agent_changes import forget_agent, fork_agent
 from stoker_worker.memory.database import Connection
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.ports import Turn
+from stoker_worker.ports import Delivery, Turn
 
 pytestmark = pytest.mark.slow
 
@@ -38,6 +39,16 @@ NOBODY: State = (0, ())
 
 
 @dataclass
+class AgentJob:
+    request: AgentRequest
+    delivery: Delivery
+    result: AgentResult | None = None
+
+    def run(self, store: AgentCacheStore) -> AgentResult:
+        return store.agent_jobs.run(self.request, self.delivery)
+
+
+@dataclass
 class Story:
     """What is done to a store on a recorded disk. Each change of an agent is noted before it begins and after it has
     returned."""
@@ -50,10 +61,10 @@ class Story:
         return Agent(self.store, name, MODELS.get(name, MODEL), jobs=self.jobs)
 
     @contextmanager
-    def changing(self, name: str, after: State, turn: Turn | None = None) -> Iterator[None]:
-        self.disk.note("begun", name, after, turn)
+    def changing(self, name: str, after: State, by: Turn | AgentJob) -> Iterator[None]:
+        self.disk.note("begun", name, after, by)
         yield
-        self.disk.note("returned", name, after, turn)
+        self.disk.note("returned", name, after, by)
 
     def say(self, name: str, prompt: tuple[int, ...], answer: tuple[int, ...] = (7, 8)) -> None:
         turn = self.agent(name).turn(prompt, answer)
@@ -72,13 +83,11 @@ class Story:
         for thread in threads:
             thread.join()
 
-    def fork(self, name: str, target: str) -> None:
-        with self.changing(target, (1, self.agent(name).tokens())):
-            fork_agent(self.store.parts, name, target)
-
-    def forget(self, name: str) -> None:
-        with self.changing(name, NOBODY):
-            forget_agent(self.store.parts, name)
+    def job(self, action: str, name: str, after: State, **fields: str) -> None:
+        request = AgentRequest(agent_id=name, action=action, **fields)  # type: ignore[arg-type]
+        job = AgentJob(request, Delivery(f"agent-job-{next(self.jobs)}", "2024-01-01T00:00:00Z"))
+        with self.changing(fields.get("target", name), after, job):
+            job.result = job.run(self.store)
 
     def evict(self) -> None:
         self.store.budget.max_bytes = 1
@@ -115,16 +124,17 @@ def everything(story: Story) -> None:
     story.say("window", LONG[:280])
     story.say("a", (*LONG[:300], 7, 8, *LONG[300:400]))
     story.say_together({"a": LONG[:900], "b": LONG[:600], "q8": LONG[:300], "c": LONG[:20]})
-    story.fork("a", "d")
+    story.job("fork", "a", (1, story.agent("a").tokens()), target="d")
     story.say("window", LONG[:520])
-    story.forget("b")
+    story.job("rollback", "window", (3, (*LONG[:280], 7, 8)))
+    story.job("forget", "b", NOBODY)
     story.evict()
     story.store.parts.database.empty_log()
     story.say("a", LONG[:1000])
     story.reopen()
     story.say("q8", ids(270, seed=5))  # another conversation
     story.say("b", ids(30, seed=6))
-    story.forget("c")
+    story.job("forget", "c", NOBODY)
 
 
 def many_versions(story: Story) -> None:
@@ -139,14 +149,19 @@ class Expected:
 
     at: dict[str, State]
     maybe: dict[str, State]
-    turns: dict[tuple[str, State], Turn]
+    turns: dict[tuple[str, State], Turn] = field(default_factory=dict)
+    jobs: dict[str, AgentJob] = field(default_factory=dict)
+    """By the agent that they change: those that are its last change."""
 
-    def hear(self, what: str, name: str, state: State, turn: Turn | None) -> None:
+    def hear(self, what: str, name: str, state: State, by: Turn | AgentJob) -> None:
         self.at.setdefault(name, NOBODY)
-        if turn is not None:
-            self.turns[name, state] = turn
+        if isinstance(by, Turn):
+            self.turns[name, state] = by
         if what == "begun":
             self.maybe[name] = state
+            self.jobs.pop(name, None)
+            if isinstance(by, AgentJob):
+                self.jobs[name] = by
         else:
             self.at[name] = self.maybe.pop(name)
 
@@ -167,6 +182,8 @@ class Expected:
                         assert answer == (turn.result if at == state or state[0] > at[0] else None)
                 if state[0]:
                     counts["cached" if agent.cached((*state[1], 1)) else "missed"] += 1  # and it is the right cache
+            for name, job in self.jobs.items():
+                self.deliver_again(store, name, job)
             if self.at:
                 name = sorted(self.at)[len(counts) % len(self.at)]
                 agent = Agent(store, name, MODELS.get(name, MODEL))
@@ -175,12 +192,20 @@ class Expected:
                     agent.say(prompt)
                 assert agent.cached((*prompt, 1)) == len(prompt)
 
+    def deliver_again(self, store: AgentCacheStore, name: str, job: AgentJob) -> None:
+        """The job takes effect once, and has the answer that it would have had."""
+        answer, is_after = store.agent_jobs.answer(job.request, job.delivery), self.maybe.get(name, self.at[name])
+        assert answer is not None or name in self.maybe
+        assert (answer or job.run(store)) == job.result == store.agent_jobs.answer(job.request, job.delivery)
+        agent = Agent(store, name, MODELS.get(name, MODEL))
+        assert (agent.open().number, agent.tokens()) == is_after
+
 
 def cut_everywhere(quick_path: Path, ops: list[Op], first: int = 0) -> Counter[str]:
     counts: Counter[str] = Counter()
     every: list[Survivors] = ["all", "none", "some"]
     for round_ in range(max(ROUNDS, 1)):
-        replay, expected = Replay(), Expected({}, {}, {})
+        replay, expected = Replay(), Expected({}, {})
         for number, op in enumerate(ops):
             if op[0] == "note":
                 expected.hear(*op[1:])
@@ -210,7 +235,7 @@ def test_a_power_cut_while_versions_are_pruned_leaves_the_others(quick_path: Pat
 def test_what_a_save_returned_for_does_not_need_the_syncs_after_it(quick_path: Path) -> None:
     """The last instant of each save, with nothing that is not synced: its version is there."""
     ops = tell(quick_path / "disk", everything)
-    replay, expected, n_saves = Replay(), Expected({}, {}, {}), 0
+    replay, expected, n_saves = Replay(), Expected({}, {}), 0
     for number, op in enumerate(ops):
         if op[0] != "note":
             replay.step(op)
@@ -222,4 +247,4 @@ def test_what_a_save_returned_for_does_not_need_the_syncs_after_it(quick_path: P
             after.mkdir()
             replay.write_to(after, "none", random.Random(0))
             expected.check(after, Counter())
-    assert n_saves == 14
+    assert n_saves == 15
