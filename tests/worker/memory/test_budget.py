@@ -138,8 +138,9 @@ def test_a_waiting_agent_loses_its_cache_after_idle_ones_and_the_one_needed_last
     store = open_store(tmp_path)
     for name in ("soon", "latest", "running", "idle", "later"):
         Agent(store, name, model=BIG).say(ids(300, seed=ord(name[-1])))
-    store.pin(frozenset({"running"}), frozenset({"soon", "later", "latest"}))
-    store.order_by(lambda agent_id: (0, ["soon", "later", "latest"].index(agent_id)))
+    order = ["soon", "later", "latest", "running"]  # whose next job waits too
+    store.pin(frozenset({"running"}), frozenset(order))
+    store.order_by(lambda agent_id: (0, order.index(agent_id)))
     gone: list[str] = []
     for _ in range(20):
         store.budget.free(1)
