@@ -123,14 +123,15 @@ def line(number, prompt):
     return {"custom_id": f"line {number}", "method": "POST", "url": "/v1/completions", "body": body}
 
 
-def run_batch(redis_url, folder, lines, *options):
-    """Runs the command; it has to end well."""
+def run_batch(redis_url, folder, lines, *options, check=CHECK, ends=0):
     (folder / "in.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in lines))
-    (folder / "check.json").write_text(json.dumps(CHECK))
     words = ["--redis", redis_url, "batch", "run", str(folder / "in.jsonl"), "--out", str(folder / "out.jsonl")]
+    if check:
+        (folder / "check.json").write_text(json.dumps(check))
+        words += ["--check", str(folder / "check.json")]
     with pytest.raises(SystemExit) as left:
-        main([*words, "--models", "small,large", "--check", str(folder / "check.json"), *options])
-    assert left.value.code == 0
+        main([*words, "--models", "small,large", *options])
+    assert left.value.code == ends
 
 
 def test_a_batch_reports_the_part_of_each_model_and_what_was_saved(workers, redis_url, connection, tmp_path, capsys):
@@ -160,10 +161,6 @@ def test_a_batch_learns_from_its_first_lines(workers, redis_url, tmp_path, monke
 
 
 def test_a_batch_goes_on_while_a_worker_is_away(workers, redis_url, tmp_path, monkeypatch):
-    (tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(line(n, EASY))}\n" for n in range(6)))
-    (tmp_path / "check.json").write_text(json.dumps(CHECK))
-    options = ["--models", "small,large", "--check", str(tmp_path / "check.json")]
-    words = ["--redis", redis_url, "batch", "run", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out.jsonl")]
     feed, n_times = Feeder.feed, [0]
 
     def away(*_):
@@ -180,29 +177,20 @@ def test_a_batch_goes_on_while_a_worker_is_away(workers, redis_url, tmp_path, mo
 
     monkeypatch.setattr(Feeder, "feed", away_at_times)
     for code in (130, 0):
-        with pytest.raises(SystemExit) as left:
-            main([*words, *options])
-        assert left.value.code == code
+        run_batch(redis_url, tmp_path, [line(n, EASY) for n in range(6)], ends=code)
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 6
 
 
-def test_a_batch_needs_its_models_and_its_check_together(redis_url, tmp_path, capsys):
-    (tmp_path / "in.jsonl").write_text(json.dumps(line(0, EASY)))
-    words = ["--redis", redis_url, "batch", "run", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out.jsonl")]
-    with pytest.raises(SystemExit) as left:
-        main([*words, "--models", "small,large"])
-    assert left.value.code == 2
-    assert "--models and --check go together" in capsys.readouterr().err
-
-
-def test_a_file_that_is_neither_a_check_nor_a_schema_is_refused(redis_url, tmp_path, capsys):
-    (tmp_path / "in.jsonl").write_text(json.dumps(line(0, EASY)))
-    (tmp_path / "check.json").write_text('{"contians": "yes"}')
-    words = ["--redis", redis_url, "batch", "run", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out.jsonl")]
-    with pytest.raises(SystemExit) as left:
-        main([*words, "--models", "small,large", "--check", str(tmp_path / "check.json")])
-    assert left.value.code == 2
-    assert "check.json has no condition of a check (json_schema, regex, contains," in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("check", "why"),
+    [
+        (None, "--models and --check go together"),
+        ({"contians": "yes"}, "check.json has no condition of a check (json_schema, regex, contains,"),
+    ],
+)
+def test_a_batch_needs_its_models_and_a_check_or_a_schema(redis_url, tmp_path, capsys, check, why):
+    run_batch(redis_url, tmp_path, [line(0, EASY)], check=check, ends=2)
+    assert why in capsys.readouterr().err
 
 
 def test_a_check_of_the_callers_own(workers, producer, connection):
