@@ -22,7 +22,7 @@ from tests.worker.memory.agents import (
 from tests.worker.memory.faulty_files import FullFiles
 
 from stoker_worker import events
-from stoker_worker.memory import cache_index, upkeep
+from stoker_worker.memory import cache_index, database, upkeep
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.ports import Delivery
@@ -316,6 +316,14 @@ def test_the_index_follows_the_files(tmp_path: Path, store: AgentCacheStore) -> 
     assert len(rows(store, "SELECT * FROM blocks")) == len(files_below(tmp_path / "blocks"))
     ((counted,),) = rows(store, "SELECT (SELECT sum(n_bytes) FROM blocks) + (SELECT sum(piece_bytes) FROM agents)")
     assert rows(store, "SELECT cache_bytes FROM store") == [(counted,)]
+
+
+def test_a_wrong_sum_of_all_sizes_is_corrected(store: AgentCacheStore) -> None:
+    Agent(store).say(LONG[:700])
+    store.parts.database.commit(lambda connection: database.count_bytes(connection, 12_345))
+    assert len(problems_of(store)) == 1
+    one_round(store)
+    assert problems_of(store) == []
 
 
 def test_a_walk_changes_nothing_in_a_store_that_is_right(store: AgentCacheStore) -> None:
