@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.worker.memory.watched_sqlite import Step, WatchedSqlite
 
-from stoker_worker.memory.database import Connection, Database, DatabaseFailed, connect
+from stoker_worker.memory.database import Connection, Damaged, Database, DatabaseFailed, connect
 from stoker_worker.memory.database_file import create_database, open_database
 from stoker_worker.memory.files import Disk
 
@@ -152,6 +152,15 @@ def test_a_change_that_raises_fails_alone_and_is_undone(database: Database) -> N
         failed.result()
     assert names(database) == ["a", "b"]
     assert commits(database) == 3  # the one before them, and one for each
+
+
+def test_a_change_that_breaks_a_rule_of_the_database_fails_alone(database: Database) -> None:
+    with together(database, [add("a"), add("a"), add("b")]) as (a, again, b):
+        pass
+    assert (a.result(), b.result()) == (1, 2)
+    with pytest.raises(Damaged):
+        again.result()
+    assert names(database) == ["a", "b"]
 
 
 def test_a_change_that_hides_what_sqlite_raised_is_undone_as_a_whole(database: Database, steps: Disturbed) -> None:

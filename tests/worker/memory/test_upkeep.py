@@ -128,6 +128,13 @@ def test_uses_and_ends_of_jobs_are_written_when_the_store_is_closed(tmp_path: Pa
         assert rows(store, "SELECT agent_id FROM deliveries JOIN agents ON number = agent") == [("a",)]
 
 
+def test_what_is_written_later_never_grows_beyond_a_bound_without_upkeep(store: AgentCacheStore) -> None:
+    Agent(store).say(LONG[:10])
+    for number in range(3000):
+        store.ended("agent", Delivery(f"job-{number}", ""), remember_s=HOUR_S)
+        assert len(store._notes) <= 1024
+
+
 def test_agents_unused_for_longer_than_their_ttl_are_removed_with_their_files(tmp_path: Path) -> None:
     with closing(AgentCacheStore(tmp_path, files=FastDisk(), agent_ttl_s=HOUR_S)) as store:
         for name in ("old", "read today", "busy", "waiting", "new"):

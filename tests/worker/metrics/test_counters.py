@@ -52,6 +52,19 @@ def test_a_result_is_counted_with_its_tokens_source_and_times():
     assert found["e2e_request_latency_seconds_bucket", "900.0"] == 3
 
 
+def test_other_ends_are_counted_by_kind():
+    metrics = Metrics()
+    metrics.failed(TimeoutError("x"))
+    metrics.ended("given_back", 3)
+    metrics.recovered(2)
+    assert counted(metrics) == {
+        ("jobs_ended_total", "failed"): 1,
+        ("job_errors_total", "TimeoutError"): 1,
+        ("jobs_ended_total", "given_back"): 3,
+        ("jobs_recovered_total",): 2,
+    }
+
+
 def test_the_tokens_of_steps_are_counted_once_however_a_sequence_ends():
     metrics = Metrics()
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections import defaultdict
 from pathlib import Path
 from urllib.error import HTTPError
@@ -109,6 +110,12 @@ def test_lost_data_and_a_suspension_are_counted_from_zero():
     assert values(data_loss=DataLoss(2, 7, 1e6), is_suspended=True) == [2, 7, 1]
 
 
+def test_a_worker_that_has_not_got_far_shows_only_what_is_known():
+    samples = parsed(Watch(), Look(WorkerState(), None, None))
+    assert samples["stoker_redis_up",] == 0
+    assert not {"stoker_store_bytes", "stoker_model_info"} & {name for name, *_ in samples}
+
+
 def test_a_standby_is_shown_as_one_until_it_holds_its_queues():
     watch = Watch()
     assert not watch.look().is_standing_by
@@ -116,6 +123,12 @@ def test_a_standby_is_shown_as_one_until_it_holds_its_queues():
     assert parsed(watch, watch.look())["stoker_standby",] == 1
     watch.queues = lambda: [WAITING]
     assert parsed(watch, watch.look())["stoker_standby",] == 0
+
+
+def test_the_start_is_that_of_the_worker():
+    before = time.time()
+    started = parsed(Watch(), Watch().look())["process_start_time_seconds",]
+    assert before <= started <= time.time()
 
 
 def test_free_bytes_are_at_most_5_s_old(monkeypatch):
