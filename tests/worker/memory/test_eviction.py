@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stoker_worker.memory import cache_index, transcripts
+from stoker_worker.memory import cache_index
 from stoker_worker.memory.database import Connection
 from stoker_worker.memory.database_file import TABLES
 from stoker_worker.memory.eviction import Plan, idle_rows, plan_agents, plan_unused
@@ -88,22 +88,6 @@ def index() -> Iterator[Index]:
     connection.executescript(TABLES)
     yield Index(connection)
     connection.close()
-
-
-def test_the_least_recently_used_agent_goes_first_and_its_chain_from_the_end(index: Index) -> None:
-    index.add("one", "abc", used_at=1)
-    index.add("two", "xyz", used_at=2)
-    assert index.agents(210) == ("cb", "one")
-    transcripts.note_use(index.connection, "one", 3.0)
-    assert index.agents(210) == ("zy", "two")
-    assert index.agents(10**9) == ("zyxcba", "two one")
-
-
-def test_agents_that_end_at_one_block_lose_it_together(index: Index) -> None:
-    for number in range(50):
-        index.add(f"agent {number}", "ab", used_at=number)
-    assert index.agents(400) == ("", " ".join(f"agent {number}" for number in range(40)))
-    assert index.agents(501) == ("b", " ".join(f"agent {number}" for number in range(50)))
 
 
 def test_what_was_saved_since_the_plan_stays(index: Index) -> None:

@@ -31,6 +31,7 @@ from stoker_worker.ports import LoadedModel
 
 pytestmark = pytest.mark.slow
 
+Opened = Callable[..., AgentCacheStore]
 LONG = ids(1500)
 PLENTY = 1 << 30
 ROOM = 430 * SPEC.bytes_per_token
@@ -44,7 +45,7 @@ MODELS = {
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Callable[..., AgentCacheStore]]:
+def opened(tmp_path: Path) -> Iterator[Opened]:
     """Opens the store anew, as a worker that was restarted does."""
     stores: list[AgentCacheStore] = []
 
@@ -91,7 +92,7 @@ def counted_bytes(store: AgentCacheStore) -> int:
     return sum(entry.n_bytes for entry in store.ram_cache._entries.values())
 
 
-def test_what_is_read_ahead_goes_to_the_engine_without_a_copy(opened: Callable[..., AgentCacheStore]) -> None:
+def test_what_is_read_ahead_goes_to_the_engine_without_a_copy(opened: Opened) -> None:
     model = with_rooms(MODEL)
     Agent(opened(), model=model).say(LONG[:300])
     agent = Agent(opened(), model=model)
@@ -110,7 +111,7 @@ def test_what_is_read_ahead_goes_to_the_engine_without_a_copy(opened: Callable[.
 @pytest.mark.parametrize("is_named", [True, False])
 @pytest.mark.parametrize("n_tokens", [1, 255, 256, 300, 512, 700])
 def test_after_a_restart_a_turn_reads_no_file(
-    opened: Callable[..., AgentCacheStore], tmp_path: Path, model: LoadedModel, is_named: bool, n_tokens: int
+    opened: Opened, tmp_path: Path, model: LoadedModel, is_named: bool, n_tokens: int
 ) -> None:
     Agent(opened(), model=model, salt="salt").say(LONG[:n_tokens], (7, 8, 9))
     agent = Agent(opened(), model=model, salt="salt")
@@ -130,7 +131,7 @@ def test_after_a_restart_a_turn_reads_no_file(
         (tmp_path / folder).rename(tmp_path / "store" / folder)
 
 
-def test_agents_are_read_in_the_queues_order_and_then_those_used_last(opened: Callable[..., AgentCacheStore]) -> None:
+def test_agents_are_read_in_the_queues_order_and_then_those_used_last(opened: Opened) -> None:
     say_all(opened(), "abcdef")
     for order, n_rooms, wanted in (("b", 3, "bef"), ("ba", 2, "ab"), ("ba", 1, "b"), ("", 2, "ef"), ("xyz", 1, "f")):
         store = opened(n_rooms * ROOM)
@@ -140,7 +141,7 @@ def test_agents_are_read_in_the_queues_order_and_then_those_used_last(opened: Ca
         assert counted_bytes(store) == store.ram_cache.n_bytes <= store.ram_cache.max_bytes
 
 
-def test_with_the_first_restore_only_the_next_jobs_agents_are_read(opened: Callable[..., AgentCacheStore]) -> None:
+def test_with_the_first_restore_only_the_next_jobs_agents_are_read(opened: Opened) -> None:
     say_all(opened(), "abcd")
     store = opened()
     assert Agent(store, "a").restore((*ids(400, seed=ord("a")), 1)).source == "disk"
@@ -152,7 +153,7 @@ def test_with_the_first_restore_only_the_next_jobs_agents_are_read(opened: Calla
     assert in_ram(store, "abcd") == "acd"
 
 
-def test_an_agent_makes_room_only_for_one_whose_turn_is_sooner(opened: Callable[..., AgentCacheStore]) -> None:
+def test_an_agent_makes_room_only_for_one_whose_turn_is_sooner(opened: Opened) -> None:
     say_all(opened(), "abcdefg")
     store = opened(4 * ROOM)
     store.read_ahead("abcd")
@@ -180,9 +181,7 @@ def test_an_agent_makes_room_only_for_one_whose_turn_is_sooner(opened: Callable[
     assert in_ram(store, "abcdefg") == "bcdf"
 
 
-def test_of_the_waiting_agents_behind_the_next_the_one_needed_last_makes_room(
-    opened: Callable[..., AgentCacheStore],
-) -> None:
+def test_of_the_waiting_agents_behind_the_next_the_one_needed_last_makes_room(opened: Opened) -> None:
     say_all(opened(), "abcde")
     store = opened(3 * ROOM)
     store.order_by(lambda agent_id: (0, "debca".index(agent_id)))
@@ -195,9 +194,7 @@ def test_of_the_waiting_agents_behind_the_next_the_one_needed_last_makes_room(
         assert in_ram(store, "abcde") == wanted
 
 
-def test_at_hand_is_what_needs_no_file_and_everything_while_ram_holds_nothing(
-    opened: Callable[..., AgentCacheStore],
-) -> None:
+def test_at_hand_is_what_needs_no_file_and_everything_while_ram_holds_nothing(opened: Opened) -> None:
     say_all(opened(), "abc")
     store = opened(2 * ROOM)
     store._read_ahead._fills = False
@@ -209,9 +206,7 @@ def test_at_hand_is_what_needs_no_file_and_everything_while_ram_holds_nothing(
     assert all(map(store.is_at_hand, "abcn"))
 
 
-def test_an_agent_that_did_not_fit_is_tried_again_and_a_smaller_one_passes_it(
-    opened: Callable[..., AgentCacheStore],
-) -> None:
+def test_an_agent_that_did_not_fit_is_tried_again_and_a_smaller_one_passes_it(opened: Opened) -> None:
     say_all(opened(), "a", 800)
     say_all(opened(), "bc")
     store = opened(2 * ROOM)
@@ -229,7 +224,7 @@ def test_an_agent_that_did_not_fit_is_tried_again_and_a_smaller_one_passes_it(
 
 @pytest.mark.parametrize(("model", "n_tokens"), [(MODEL, 430), (with_rooms(MODEL), 804)])
 def test_an_agent_that_does_not_fit_is_looked_up_once(
-    opened: Callable[..., AgentCacheStore], monkeypatch: pytest.MonkeyPatch, model: LoadedModel, n_tokens: int
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, model: LoadedModel, n_tokens: int
 ) -> None:
     """The order changes with each claim, and a conversation may be long. 804 tokens would do for two without the room
     for their next turns."""
@@ -251,9 +246,7 @@ def test_an_agent_that_does_not_fit_is_looked_up_once(
     assert sorted(looked_up) == ["a", "b", "c"]
 
 
-def test_caches_of_another_model_than_the_loaded_one_are_dropped_and_read_no_more(
-    opened: Callable[..., AgentCacheStore],
-) -> None:
+def test_caches_of_another_model_than_the_loaded_one_are_dropped_and_read_no_more(opened: Opened) -> None:
     store, other = opened(), make_model("b", spec=SNAPSHOT_SPECS["hybrid"])
     say_all(store, "ab")
     for name in "cd":
@@ -275,7 +268,7 @@ def test_caches_of_another_model_than_the_loaded_one_are_dropped_and_read_no_mor
 @pytest.mark.parametrize("piece", ["block", "tail", "snapshot"])
 @pytest.mark.parametrize("damage", ["corrupt", "missing"])
 def test_a_damaged_file_is_left_for_the_restore_to_name(
-    opened: Callable[..., AgentCacheStore], tmp_path: Path, piece: str, damage: str
+    opened: Opened, tmp_path: Path, piece: str, damage: str
 ) -> None:
     model = MODELS["hybrid"] if piece == "snapshot" else MODEL
     agent = Agent(opened(), model=model)
@@ -302,9 +295,7 @@ def test_a_damaged_file_is_left_for_the_restore_to_name(
 
 
 @pytest.mark.parametrize("cache", ["float32|full:9999999:4:2", "float32|full:2:4:2", "rubbish", None])
-def test_a_wrong_layout_in_the_database_costs_only_time(
-    opened: Callable[..., AgentCacheStore], cache: str | None
-) -> None:
+def test_a_wrong_layout_in_the_database_costs_only_time(opened: Opened, cache: str | None) -> None:
     agent = Agent(opened())
     agent.say(LONG[:300])
     sql = "DELETE FROM models" if cache is None else "UPDATE models SET cache = ?"
@@ -316,7 +307,7 @@ def test_a_wrong_layout_in_the_database_costs_only_time(
     assert Agent(store).restore((*LONG[:300], 1)).source == "disk"
 
 
-def test_an_agent_that_lost_cache_is_not_read(opened: Callable[..., AgentCacheStore]) -> None:
+def test_an_agent_that_lost_cache_is_not_read(opened: Opened) -> None:
     say_all(opened(), "ab", 1000)
     store = opened(max_bytes=1)
     store.read_ahead("ab")
@@ -326,7 +317,7 @@ def test_an_agent_that_lost_cache_is_not_read(opened: Callable[..., AgentCacheSt
     assert (restored.source, restored.miss_reason) == ("none", "evicted")
 
 
-def test_without_a_ram_cache_there_is_no_thread(opened: Callable[..., AgentCacheStore]) -> None:
+def test_without_a_ram_cache_there_is_no_thread(opened: Opened) -> None:
     say_all(opened(0), "a")
     opened(0).read_ahead("a")
     assert not [thread for thread in threading.enumerate() if thread.name == "read-ahead"]
@@ -349,7 +340,7 @@ class Held:
 
 
 def test_a_cache_that_is_being_read_when_another_model_was_loaded_is_not_kept(
-    opened: Callable[..., AgentCacheStore], monkeypatch: pytest.MonkeyPatch
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     say_all(opened(), "a")
     store, held = opened(), Held(monkeypatch)
@@ -364,7 +355,7 @@ def test_a_cache_that_is_being_read_when_another_model_was_loaded_is_not_kept(
 
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_a_version_that_was_saved_meanwhile_is_not_replaced_by_the_one_that_was_read(
-    opened: Callable[..., AgentCacheStore], monkeypatch: pytest.MonkeyPatch, is_kept: bool
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, is_kept: bool
 ) -> None:
     say_all(opened(), "a")
     store, held = opened(), Held(monkeypatch)
@@ -387,7 +378,7 @@ def test_a_version_that_was_saved_meanwhile_is_not_replaced_by_the_one_that_was_
 
 
 def test_a_restore_waits_for_its_own_agents_cache_and_no_file_is_read_twice(
-    opened: Callable[..., AgentCacheStore], monkeypatch: pytest.MonkeyPatch
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     say_all(opened(), "ab")
     store, held = opened(), Held(monkeypatch)
@@ -406,7 +397,7 @@ def test_a_restore_waits_for_its_own_agents_cache_and_no_file_is_read_twice(
 
 
 def test_a_store_closes_while_a_cache_is_read_and_reads_none_afterwards(
-    opened: Callable[..., AgentCacheStore], monkeypatch: pytest.MonkeyPatch
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     say_all(opened(), "ab")
     store, held = opened(), Held(monkeypatch)
@@ -424,7 +415,7 @@ def test_a_store_closes_while_a_cache_is_read_and_reads_none_afterwards(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_turns_beside_reading_ahead_get_the_right_cache(opened: Callable[..., AgentCacheStore], seed: int) -> None:
+def test_turns_beside_reading_ahead_get_the_right_cache(opened: Opened, seed: int) -> None:
     """Restores check every element of what they get (`AgentOf.restore`)."""
     chance = random.Random(seed)
     names, n_rooms = "abcdef", chance.choice((2, 4, 50))

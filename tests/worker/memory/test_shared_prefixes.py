@@ -49,13 +49,6 @@ def cached(restored: Restored) -> int:
     return restored.prefix.n_tokens if restored.prefix else 0
 
 
-def test_the_third_job_with_a_common_beginning_finds_the_blocks_of_the_second(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    assert [cached(ask(store, question())) for _ in range(4)] == [0, 0, 512, 512]
-    assert len(files_below(tmp_path / "blocks")) == 2
-    assert files_below(tmp_path / "pieces") == []
-
-
 def test_prompts_without_a_common_beginning_leave_no_blocks(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     assert [cached(ask(store, ids(700, seed=seed))) for seed in range(20)] == [0] * 20
@@ -66,11 +59,6 @@ def test_a_job_without_an_agent_uses_an_agents_blocks(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     Agent(store).say(COMMON)
     assert cached(ask(store, question())) == 512
-
-
-def test_a_repeated_prompt_is_cached_except_for_its_last_token(tmp_path: Path) -> None:
-    store, prompt = open_store(tmp_path), ids(512)
-    assert [cached(ask(store, prompt)) for _ in range(3)] == [0, 0, 511]
 
 
 def test_shared_blocks_are_evicted_before_any_agents(tmp_path: Path) -> None:

@@ -8,20 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from tests.worker.memory.agents import (
     MODEL,
     Agent,
-    cache_of,
     files_below,
     ids,
     make_model,
-    make_transcript,
-    make_turn,
     only,
     open_store,
-    problems_of,
     reopen,
 )
 
@@ -30,7 +24,6 @@ from stoker_worker.memory import transcripts
 from stoker_worker.memory.database import Connection
 from stoker_worker.memory.lookup import n_readers
 from stoker_worker.memory.store_parts import opened
-from stoker_worker.ports import SequenceCache
 
 LONG = ids(1000)
 
@@ -42,23 +35,6 @@ def test_an_agent_id_is_never_a_path(tmp_path: Path, name: str) -> None:
     Agent(agent.store, name.lower() + "!").say(LONG[:20])
     assert agent.tokens() == LONG[:10]
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
-
-
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.tuples(st.integers(0, 700), st.integers(1, 400)), min_size=1, max_size=6), st.integers(0, 10**9))
-def test_any_run_of_turns_keeps_the_transcript_and_its_cache(
-    tmp_path: Path, turns: list[tuple[int, int]], run: int
-) -> None:
-    agent = Agent(open_store(tmp_path / str(run)))
-    for seed, (keep, new) in enumerate(turns):
-        history = agent.tokens()
-        prompt = history[:keep] + ids(new, seed=seed)
-        assert agent.cached(prompt) >= min(keep, len(history), len(prompt) - 1)
-        agent.say(prompt, (seed,))
-        assert agent.tokens() == (*prompt, seed)
-        assert agent.cached((*prompt, seed, 1)) == len(prompt) + 1
-    assert problems_of(agent.store) == []
-    agent.store.close()
 
 
 def test_a_store_that_is_closed_logs_how_many_misses_of_each_reason_there_were(
@@ -76,14 +52,6 @@ def test_a_store_that_is_closed_logs_how_many_misses_of_each_reason_there_were(
     caplog.clear()
     open_store(tmp_path).close()
     assert not any("misses" in message for message in caplog.messages)
-
-
-def test_an_agent_can_move_to_another_model(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    Agent(store).say(LONG[:300])
-    moved = Agent(store, model=make_model("b"))
-    moved.say(LONG[:300], (5,))
-    assert moved.cached((*LONG[:300], 5, 6)) == 301
 
 
 def test_a_turn_that_comes_too_late_changes_no_file(tmp_path: Path) -> None:
@@ -135,24 +103,6 @@ def test_a_lost_turn_is_noted_in_the_store_and_not_in_the_worker(tmp_path: Path)
     remove_beside(tmp_path, "agent")
     assert agent.open().number == 0
     assert agent.say(LONG[:5]) == 1
-
-
-def test_the_previous_tail_is_removed(tmp_path: Path) -> None:
-    agent = Agent(open_store(tmp_path))
-    for length in (10, 20, 30):
-        agent.say(LONG[:length])
-        assert only(tmp_path, "*-tail.*")
-    agent.say(LONG[:512])
-    assert not list(tmp_path.rglob("*-tail.*"))
-
-
-def test_blocks_that_are_there_are_not_written_again(tmp_path: Path) -> None:
-    agent = Agent(open_store(tmp_path))
-    agent.say(LONG[:600])
-    before = {path: path.stat().st_ino for path in files_below(tmp_path / "blocks")}
-    layers = cache_of(LONG[:700])
-    agent.store.save(make_turn(agent, agent.open(), make_transcript(LONG[:700]), SequenceCache(700, layers)))
-    assert {path: path.stat().st_ino for path in files_below(tmp_path / "blocks")} == before
 
 
 @pytest.mark.parametrize(("cores", "alone", "beside_others"), [(None, 1, 1), (2, 2, 1), (4, 4, 2), (16, 4, 4)])
