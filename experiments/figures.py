@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
+from typing import IO
 
 from command import as_text
 from common import HERE, Json, hardware
@@ -196,9 +197,9 @@ def _part(part: Part, options: Options, clock: Clock, log: Path, console: Consol
     return {**_empty(part, status), **found, "error": found["error"] or error, "s": took_s}
 
 
-def _run(command: Sequence[str], output: object, limit_s: float, log: Path, console: Console) -> tuple[str, str]:
+def _run(command: Sequence[str], output: IO[str], limit_s: float, log: Path, console: Console) -> tuple[str, str]:
     """How a process ended within its time, and the reason if not well. Ctrl-C ends it too."""
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)  # type: ignore[call-overload]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
     end = time.monotonic() + limit_s
     try:
         with console.status("it starts") as line:
