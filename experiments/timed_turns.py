@@ -66,12 +66,23 @@ class Turns:
             n_tokens: cancel it after so many tokens; ``None``: let it end, and hand its cache over.
         """
         store = self.stores.get(source, self.stores[DISK])
+        if source == RAM:
+            self._read_ahead(fields["agent_id"])
         turn = self._run(store, {**fields, "cache": "off" if source == COLD else "readwrite"}, n_tokens)
         found, n_cached = turn.prepared.restored, turn.prepared.cached
         wanted = ("none", 0) if source == COLD else (source, len(turn.prepared.prompt.ids) - 1)
         if (found.source, n_cached) != wanted:
             raise RuntimeError(f"restored {n_cached} tokens from {found.source}, not {wanted}")
         return turn
+
+    def _read_ahead(self, agent_id: str) -> None:
+        """Into RAM as before a worker's job: a turn goes on in the memory that it finds there, and only a save gives it
+        back."""
+        store = self.stores[RAM]
+        while agent_id not in store.ram_cache:
+            store.read_ahead([agent_id])
+            time.sleep(0.01)
+        store.read_ahead([])
 
     def _run(self, store: AgentCacheStore, fields: Mapping[str, Any], n_tokens: int | None = None) -> TimedTurn:
         import mlx.core as mx
