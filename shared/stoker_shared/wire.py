@@ -144,10 +144,6 @@ them."""
 COUNTS_KEY: Final = "stoker:counts:{queue}"
 """Hash: `taken`, how many ids were ever added to `TAKEN_KEY`."""
 
-ENDED_KEY: Final = "stoker:ended:{queue}"
-"""Hash: ends of jobs that still need follow-up work (JSON by `<job id>:<execution id>`, with the member that wrote
-each)."""
-
 FIELD_PACKED: Final = "stoker_packed"
 """Field of the job hash: the compression that the producer wants for the result's JSON in `return_value`."""
 

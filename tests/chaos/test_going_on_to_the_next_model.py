@@ -104,7 +104,7 @@ def test_each_job_has_one_result_and_each_verdict_counts_once(redis_url, tmp_pat
             crew.end()
         assert any(exchange.holds(TRUST_KEY) for exchange in proxy.lost)
         check_results(connection, traffic)
-        for pattern in ("rq:queue:*", "stoker:ended:*", "rq:wip:*", "rq:execution*"):
+        for pattern in ("rq:queue:*", "rq:wip:*", "rq:execution*"):
             assert connection.keys(pattern) == [], pattern
 
 

@@ -94,7 +94,6 @@ ARROWS = {
     "finish: after": Arrow(FINISH + "finish", "after", ["finished"], turn_saved=True),
     "fail: before": Arrow(FINISH + "fail", "before", STARTED, 2, **FAILS),
     "fail: after": Arrow(FINISH + "fail", "after", ["failed"], 1, **FAILS),
-    "fail: before its later steps": Arrow(RQ + "end:FollowUp.carry_out", "before", ["failed"], 1, **FAILS),
     "fail: it is retried at once": Arrow(
         FINISH + "fail", "after", QUEUED, 2, **FAILS, options=(("retry", Retry(max=1)),)
     ),
@@ -110,8 +109,8 @@ ARROWS = {
     "stop command: after": Arrow(FINISH + "stop", "after", ["failed"], 1, None, "stopped", act="stop"),
     "give back: before": Arrow(RQ + "end:Requeue.__call__", "before", STARTED, 2, 2, act="terminate"),
     "give back: after": Arrow(RQ + "end:Requeue.__call__", "after", QUEUED, 2, 1, act="terminate"),
-    "scheduler: before": Arrow(RQ + "housekeeping:Scheduler._enqueue_plain", "before", ["scheduled"], act="due"),
-    "scheduler: after": Arrow(RQ + "housekeeping:Scheduler._enqueue_plain", "after", QUEUED, act="due"),
+    "scheduler: before": Arrow(RQ + "housekeeping:Scheduler._take", "before", ["scheduled"], act="due"),
+    "scheduler: after": Arrow(RQ + "housekeeping:Scheduler._take", "after", QUEUED, act="due"),
 }
 
 
@@ -175,7 +174,6 @@ class Scene:
         assert not self.connection.keys("rq:execution*")
         assert not self.connection.keys("rq:workers*")
         assert not self.connection.keys("stoker:holder:*")
-        assert not self.connection.keys("stoker:ended:*")
         assert StoreReader(self.store).problems() == []
 
 

@@ -128,5 +128,5 @@ def test_no_conversation_is_lost_and_no_version_made_twice_whatever_happens(
     for n in range(N_WORKERS):
         assert StoreReader(crew.store(n)).problems() == []
     leases = ("stoker:holder:*", "stoker:lease:*")
-    for pattern in (*leases, "stoker:ended:*", "rq:wip:*", "rq:execution*"):
+    for pattern in (*leases, "rq:wip:*", "rq:execution*"):
         assert connection.keys(pattern) == [], pattern

@@ -138,12 +138,7 @@ class Round:
         assert [job_id for job_id, _ in itertools.groupby(order)] == [job_id for job_id in ids if job_id in IN_ORDER]
         entries = [entry for name in REGISTRIES for entry in self.connection.zrange(f"rq:{name}:generate", 0, -1)]
         entries += self.connection.lrange("rq:queue:generate", 0, -1)
-        for pattern in (
-            "rq:execution*",
-            "rq:worker:*:executions",
-            "stoker:ended:*",
-            "rq:rl:narrow:*",
-        ):
+        for pattern in ("rq:execution*", "rq:worker:*:executions"):
             entries += self.connection.scan_iter(pattern)
         assert entries == []
 

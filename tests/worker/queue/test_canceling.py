@@ -16,7 +16,6 @@ from tests.worker.queue.test_cascade import ACCEPTED, REJECTED, ROUTE
 from stoker.cli import main
 from stoker_shared.errors import EngineFailed, GenerationTimedOut, OwnershipLost
 from stoker_shared.wire import FIELD_SAVING, TASK_PATH
-from stoker_worker.queue.json_job import JsonJob
 
 pytestmark = pytest.mark.server
 
@@ -171,26 +170,6 @@ def test_an_id_used_anew_can_be_canceled_though_an_earlier_job_of_it_was_being_s
     assert producer.cancel("job") is True
 
 
-def test_a_job_canceled_just_as_the_job_before_it_ends_does_not_run(connection, producer, plain, queue, monkeypatch):
-    """RQ reads the jobs that wait for a job before the transaction in which it ends that one."""
-    enqueue(plain, job_id="before", agent_id="b")
-    enqueue(plain, depends_on="before")
-    [before] = claim(queue)
-    fetch_many, answers = JsonJob.fetch_many, []
-
-    def canceled_meanwhile(*arguments, **options):
-        found = fetch_many(*arguments, **options)
-        if not answers:
-            answers.append(producer.cancel("job"))
-        return found
-
-    monkeypatch.setattr(JsonJob, "fetch_many", canceled_meanwhile)
-    finish(before, ACCEPTED)
-    assert answers == [True]
-    assert claim(queue) == []
-    assert places(connection, "job") == ["canceled"]
-
-
 def test_a_cancel_whose_reply_was_lost_is_answered_true(producer, plain, monkeypatch):
     """redis-py reports a lost reply to a transaction with watched keys as a `WatchError`."""
     enqueue(plain)
@@ -221,7 +200,7 @@ def test_a_job_that_rq_could_not_end_in_its_save_can_be_canceled_once_it_is_enqu
     [job] = claim(queue)
     job.begin_save()
     [in_flight] = queue._in_flight.snapshot()
-    queue._job_finish.last_resort.fail("generate", "job", "x", in_flight.run.execution)
+    queue._job_finish.fail_bare(in_flight.run, "x")
     job.release()
     plain.failed_job_registry.requeue("job")
     assert producer.cancel("job") is True

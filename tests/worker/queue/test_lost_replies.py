@@ -7,8 +7,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from rq import Repeat, Retry
-from rq.job import Dependency, Job
-from rq.serializers import JSONSerializer
+from rq.job import Dependency
 from tests.support.lossy_proxy import LossyProxy
 from tests.worker.queue.ends import fail, finish, give_back, stop
 from tests.worker.queue.looking import LEASE, places
@@ -94,8 +93,7 @@ def ends(exchange):
 
 def nothing_is_left(connection):
     left = [*connection.scan_iter("rq:execution*"), *connection.scan_iter("rq:worker:*:executions")]
-    left += connection.zrange("rq:wip:generate", 0, -1)
-    return left + list(connection.scan_iter("stoker:ended:*")) == []
+    return left + connection.zrange("rq:wip:generate", 0, -1) == []
 
 
 def test_a_job_start_whose_reply_is_lost_is_done_again_before_the_agents_next_job(connection, proxy, queue, enqueue):
@@ -207,49 +205,18 @@ def test_a_job_given_back_twice_is_in_front_once_and_is_counted(connection, prox
     assert nothing_is_left(connection)
 
 
-@pytest.mark.parametrize("end", ["finish", "fail"])
-def test_the_next_worker_does_the_steps_that_a_lost_worker_left_after_an_end(
-    redis_url, connection, plain, enqueue, monkeypatch, end
-):
-    """The worker was killed between the transaction that ends a job and the steps after it."""
-    enqueue("job")
-    allowing = Dependency(jobs=["job"], allow_failure=True)
-    enqueue("child", "a", depends_on=allowing if end == "fail" else "job")
-    with open_queue(read_settings({"redis_url": redis_url}), redis_url) as dead:
-        (job,) = claim(dead.rq_queue)
-        monkeypatch.setattr(dead.rq_queue._job_finish, "_do_what_follows", lambda *arguments: None)
-        finish(job, RESULT) if end == "finish" else fail(job, ValueError("x"))
-    assert places(connection, "child") in (["ready"], ["deferred"])
-    with open_queue(read_settings({"redis_url": redis_url}), redis_url) as alive:
-        alive.rq_queue.recover()
-        assert places(connection, "child") == ["generate"]
-        assert nothing_is_left(connection)
-
-
 def test_an_unreadable_dependent_does_not_prevent_an_end(connection, queue, enqueue):
     enqueue("job")
-    enqueue("odd", depends_on=Dependency(jobs=["job"], allow_failure=True))
-    connection.hset("rq:job:odd", "timeout", "no number")
+    for job_id in ("list", "text", "fine"):
+        enqueue(job_id, "b", depends_on=Dependency(jobs=["job"], allow_failure=True))
+    connection.delete("rq:job:text")
+    connection.set("rq:job:text", "no hash")
+    connection.delete("rq:job::list:dependencies")
+    connection.rpush("rq:job::list:dependencies", "no set")
     (job,) = claim(queue)
     fail(job, ValueError("x"))
-    queue.tidy()
-    queue.tidy()
     assert nothing_is_left(connection)
-
-
-def test_a_failed_job_that_was_requeued_meanwhile_enqueues_no_dependents_for_its_old_failure(
-    redis_url, connection, enqueue, monkeypatch
-):
-    enqueue("job")
-    enqueue("child", depends_on=Dependency(jobs=["job"], allow_failure=True))
-    with open_queue(read_settings({"redis_url": redis_url}), redis_url) as opened:
-        (job,) = claim(opened.rq_queue)
-        with monkeypatch.context() as patched:
-            patched.setattr(opened.rq_queue._job_finish, "_do_what_follows", lambda *arguments: None)
-            fail(job, ValueError("x"))
-        Job.fetch("job", connection, JSONSerializer).requeue()
-        opened.rq_queue.recover()
-        assert places(connection, "child") == ["deferred"]
+    assert [places(connection, job_id) for job_id in ("list", "fine")] == [["deferred"], ["generate"]]
 
 
 @pytest.mark.parametrize("end", ["finish", "fail", "stopped", "give_back"])
@@ -288,11 +255,3 @@ def test_a_heartbeat_gives_up_a_connection_that_hangs_before_the_lease_runs_out(
     proxy.hold_back(lambda exchange: exchange.is_write and exchange.holds(LEASE), 3 * LEASE_S)
     again(queue.beat)
     assert connection.exists(LEASE)
-
-
-def test_an_unreadable_record_of_an_end_does_not_prevent_recovery(connection, queue, enqueue):
-    enqueue("job")
-    connection.hset("stoker:ended:generate", mapping={"a:b": "no JSON", "c": '{"of": "a later version"}'})
-    connection.lmove("rq:queue:generate", "rq:queue:generate:intermediate")
-    assert queue.recover() == 1
-    assert nothing_is_left(connection)

@@ -126,7 +126,6 @@ def move(run: JobRun, verdict: CheckOutcome, to: RouteStep) -> Sequence[Sequence
         ("LPUSH", queue_key, job.id),
         ("SADD", Queue.redis_queues_keys, queue_key),
         ("HSET", job.key, *moved, FIELD_TRIED, f"{created_at} {attempts}"),
-        ("HDEL", job.key, "worker_name"),
         count(verdict),
     ]
     return [*commands, ("EXPIRE", job.key, job.ttl)] if job.ttl else commands

@@ -347,7 +347,6 @@ class JobStart:
         self._ends = ends
         self._in_flight = registration.in_flight
         self._connection = connection
-        self._last_resort = ends.last_resort
         self._claim_numbers = itertools.count()
 
     def start(self, queue_name: str, granted: Granted) -> RqClaimedJob | None:
@@ -358,7 +357,9 @@ class JobStart:
         """
         job_id, execution = granted.job_id, granted.execution
         if execution is None:
-            self._give_up(queue_name, job_id, IN_THE_WAY if is_rqs(job_id) else FOREIGN_ID)
+            error = IN_THE_WAY if is_rqs(job_id) else FOREIGN_ID
+            with suppress(OwnershipLost):  # nothing is ours to write
+                self._ends.fail_waiting(queue_name, job_id, f"{type(error).__name__}: {error}")
             return None
         rq_job = JsonJob(job_id, connection=self._connection)
         run = JobRun(rq_job, execution)
@@ -375,21 +376,12 @@ class JobStart:
                 with suppress(RedisError):
                     RateLimitRegistry.from_job(rq_job).release_stale_and_enqueue(job_id)
         except Exception as error:
-            self._give_up(queue_name, job_id, error, execution)
-        return None
-
-    def _give_up(self, queue_name: str, job_id: str, error: Exception, execution: Execution | None = None) -> None:
-        """Fail a job that cannot be started, whose keys may hold anything and have any type.
-
-        Raises:
-            Exception: the error, if it is not about the job.
-        """
-        if not isinstance(error, RequestError):
             if isinstance(error, StokerError) or not is_the_jobs(error):
-                raise error
-            error = PayloadRefused(f"RQ cannot start the job: {message_line(error)}")
-        with suppress(OwnershipLost):  # nothing is ours to write
-            self._last_resort.fail(queue_name, job_id, f"{type(error).__name__}: {error}", execution)
+                raise
+            rq_job.origin, rq_job.started_at = queue_name, execution.created_at
+            with suppress(OwnershipLost):  # nothing is ours to write
+                self._ends.fail_bare(run, f"PayloadRefused: RQ cannot start the job: {message_line(error)}")
+        return None
 
     def _claimed(
         self, run: JobRun, request: GenerationRequest | AgentRequest, last: LastVersion | None

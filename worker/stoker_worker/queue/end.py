@@ -1,13 +1,9 @@
 """Ends jobs, once, and only while they are ours. Finisher threads (fetcher: refused jobs).
 
 `RqClaimedJob` is a job in flight, which ends itself. `Requeue` puts a job back at the front of its queue; `JobFinish`
-writes the other ends. It owns the guarantee that an end is written once and that all its follow-ups are done, whichever
-reply got lost. Each end is the commands that RQ's own code issues for it, recorded, and carried out by one script
-(`ownership.py`), which contains a note if something is left to do. A worker that finds the note has written the end
-before, and goes on with the follow-ups.
-
-`FollowUp` enqueues the jobs that waited for an end, and removes the note. That may be done twice, so it is done again
-where nobody can tell whether it was done: by the thread that ended the job, or by the fetcher thread after a crash.
+writes the other ends. It owns the guarantee that an end is written once, whichever reply got lost. Each end is the
+commands that RQ's own code issues for it, recorded, and carried out by one script (`ownership.py`), which also enqueues
+the jobs that waited for it.
 """
 
 import logging
@@ -16,8 +12,7 @@ import threading
 import time
 import zlib
 from base64 import b64encode
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,11 +22,10 @@ from typing import Any, Final, Literal, cast
 from redis import Redis
 from redis.client import Pipeline
 from redis.exceptions import DataError, RedisError, ResponseError, WatchError
-from rq.exceptions import InvalidJobOperation
 from rq.executions import WORKER_EXECUTIONS_KEY_TEMPLATE, Execution, ExecutionRegistry
 from rq.job import Job, JobStatus
 from rq.queue import Queue
-from rq.registry import FailedJobRegistry, ReadyJobRegistry, StartedJobRegistry
+from rq.registry import FailedJobRegistry, StartedJobRegistry
 from rq.repeat import Repeat
 from rq.results import Result
 from rq.serializers import JSONSerializer
@@ -43,7 +37,6 @@ from stoker_shared.text import message_line
 from stoker_shared.wire import (
     DEFAULT_FAILURE_TTL_S,
     DEFAULT_RESULT_TTL_S,
-    ENDED_KEY,
     FIELD_ATTEMPTS,
     FIELD_DELIVERY,
     FIELD_LOST_ALONE,
@@ -53,19 +46,16 @@ from stoker_worker.events import log_job
 from stoker_worker.placement.placement import Placement
 from stoker_worker.ports import ClaimedJob
 from stoker_worker.queue.cascade import CheckOutcome, count, move, verdict_after, verdict_on
-from stoker_worker.queue.client import as_redis_unavailable, lua, may_pass
+from stoker_worker.queue.client import as_redis_unavailable, lua
 from stoker_worker.queue.in_flight import JobsInFlight
 from stoker_worker.queue.json_job import OF_THE_RUN, JobRun, JsonJob, raw
 from stoker_worker.queue.lease import Lease
-from stoker_worker.queue.ownership import EndedNote, How, Ownership, RunEnd
+from stoker_worker.queue.ownership import Ownership, RunEnd
 from stoker_worker.queue.progress import JobStreams, ProgressMeta, read_meta, without_progress
 from stoker_worker.queue.registration import RqRegistration
 
 log = logging.getLogger(__name__)
 
-_ENQUEUE_TRIES: Final = 50  # each fails when any thread makes another job of the queue ready, or enqueues it, just then
-_READY: Final = JobStatus.READY_TO_ENQUEUE.value.encode()
-_OVER: Final = (JobStatus.FAILED.value.encode(), JobStatus.FINISHED.value.encode())
 _FOR_EVER_S: Final = 366 * 86_400.0
 _MARGIN_S: Final = 3600.0
 """Longer than any lease, and than the clocks of two machines differ."""
@@ -76,6 +66,8 @@ FOREIGN_ID: Final = InvalidRequest(
 # A key of another type, a number that is none, a time that no clock reaches. Other replies are about the server, as a
 # right that is missing, and are no job's fault.
 _OF_THE_DATA: Final = re.compile(r"\bWRONGTYPE\b|\b(hash )?value is (not|out of)\b|\binvalid expire\b")
+
+_TTL: Final = re.compile(r"-1|[0-9]{1,9}")  # anybody may write anything
 
 Outcome = Literal["requeued", "waits", "ended"]
 
@@ -159,152 +151,11 @@ class Requeue:
         return self._script(keys=keys, args=args, client=client)
 
 
-class FollowUp:
-    """Carries out the follow-ups of ends that were written."""
-
-    def __init__(self, connection: Redis) -> None:
-        self._connection = connection
-
-    def carry_out(self, queue_name: str, member: str, note: EndedNote) -> None:
-        """
-        Args:
-            member: ``<job id>:<execution id>``.
-
-        Raises:
-            RedisError: Redis is away, and not all is done; the note is still there.
-        """
-        job_id = member.rpartition(":")[0]
-        try:
-            self._set_free(job_id, note)
-        except Exception as error:
-            if may_pass(error):
-                raise
-            # It would be refused for ever, and nothing would be claimed any more.
-            log.exception("not all that wait for job %s could be enqueued", job_id)
-        with suppress(RedisError):  # if the note stays, all is done once more, to no effect
-            self._connection.hdel(ENDED_KEY.format(queue=queue_name), member)
-
-    def _set_free(self, job_id: str, note: EndedNote) -> None:
-        """Enqueue those of a job's dependents that may run now that it is over."""
-        if note.end == "finished" and note.dependents:
-            self._move_to_ready(job_id, JobStatus.FINISHED)
-            if not self._connection.exists(Job.key_for(job_id)):  # its result is not kept
-                self._connection.delete(Job.dependents_key_for(job_id))
-        # For RQ, a job with any status but failed, stopped or canceled has succeeded.
-        elif note.dependents and note.end == "failed" and self._is_over(job_id):
-            with suppress(InvalidJobOperation):  # it was deleted just now
-                self._move_to_ready(job_id)
-        self._enqueue(note.dependents)
-
-    def _is_over(self, job_id: str) -> bool:
-        return self._connection.hget(Job.key_for(job_id), "status") in _OVER
-
-    def catch_up(self, queues: Iterable[str], leave: Set[str], others: Set[str]) -> None:
-        """Carry out what a dead worker left, or this one.
-
-        Args:
-            leave: ids of executions in flight: the threads that end them do what follows.
-            others: living members, which carry out what follows their own ends.
-        """
-        for queue_name in queues:
-            key = ENDED_KEY.format(queue=queue_name)
-            for member, text in cast(dict[bytes, bytes], self._connection.hgetall(key)).items():
-                job_id, _, execution_id = member.decode(errors="replace").rpartition(":")
-                if execution_id in leave:
-                    continue
-                try:
-                    note = EndedNote.from_json(text.decode())
-                except (ValueError, TypeError):
-                    log.error("the note of the end of job %s cannot be read", job_id)
-                    self._connection.hdel(key, member)
-                    continue
-                if note.member in others:
-                    continue
-                log.warning("job %s has ended; carrying out what follows", job_id)
-                self.carry_out(queue_name, member.decode(), note)
-
-    def _move_to_ready(self, job_id: str, status: JobStatus | None = None) -> None:
-        """Those whose dependencies are met, if the job's status is the given one, or as Redis has it."""
-        queue = Queue(connection=self._connection, job_class=JsonJob, serializer=JSONSerializer)
-        job = JsonJob(job_id, connection=self._connection)
-        if status is not None:
-            job._status = status
-        queue.move_dependents_to_ready(job, refresh_job_status=status is None)
-
-    def _enqueue(self, job_ids: list[str]) -> None:
-        """RQ's own step skips a job after a conflict or a lost reply, and leaves it to a later cleaning."""
-        for _ in range(_ENQUEUE_TRIES):
-            ready = self._ready(job_ids)
-            if not ready:
-                return
-            for origin, ids in ready.items():
-                ReadyJobRegistry(
-                    origin, connection=self._connection, job_class=JsonJob, serializer=JSONSerializer
-                ).enqueue_jobs(ids)
-
-    def _ready(self, job_ids: list[str]) -> dict[str, list[str]]:
-        """Which of the jobs may be enqueued, by queue."""
-        if not job_ids:
-            return {}
-        with self._connection.pipeline(transaction=False) as pipeline:
-            for job_id in job_ids:
-                pipeline.hmget(Job.key_for(job_id), "status", "origin")
-            replies = pipeline.execute(raise_on_error=False)
-        ready = defaultdict(list)
-        for job_id, reply in zip(job_ids, replies, strict=True):
-            if not isinstance(reply, Exception) and reply[0] == _READY and reply[1]:
-                ready[reply[1].decode()].append(job_id)
-        return ready
-
-
 def is_the_jobs(error: BaseException) -> bool:
     """True if an error comes from what is in Redis of one job, so that it comes again with each try."""
     if isinstance(error, DataError | WatchError) or not isinstance(error, RedisError):
         return True
     return isinstance(error, ResponseError) and _OF_THE_DATA.search(str(error)) is not None
-
-
-class LastResort:
-    """Fails jobs of this worker."""
-
-    def __init__(self, connection: Redis, lease: Lease) -> None:
-        self._connection = connection
-        self._lease = lease
-        self._script = connection.register_script(lua("holds", "fail"))
-
-    def fail(self, queue_name: str, job_id: str, line: str, execution: Execution | None = None) -> None:
-        """Fail a waiting or started job; only drop it if no job of this id waits or runs.
-
-        Args:
-            line: the reason.
-
-        Raises:
-            OwnershipLost: the job is not this worker's any more.
-            RedisError: the server went away; recovery finds the job.
-        """
-        member, queue_key = execution.composite_key if execution else "", Queue(queue_name, self._connection).key
-        keys: list[str | bytes] = [
-            *self._lease.keys,
-            queue_key,
-            raw(Job.key_for(job_id)),
-            raw(Result.get_key(job_id)),
-            FailedJobRegistry(queue_name, connection=self._connection).key,
-            StartedJobRegistry(queue_name, connection=self._connection).key,
-            execution.key if execution else queue_key,
-            raw(ExecutionRegistry(job_id, connection=self._connection).key),
-            WORKER_EXECUTIONS_KEY_TEMPLATE.format(execution.worker_name if execution else ""),
-        ]
-        compressed = zlib.compress(line.encode(errors="replace"))
-        args: list[str | bytes | int] = [*self._lease.args, raw(job_id), utcformat(now()), compressed]
-        args += [Result.Type.FAILED.value, b64encode(compressed), DEFAULT_FAILURE_TTL_S, int(time.time())]
-        args += [member, execution.id if execution else "", *OF_THE_RUN]
-        found = self._script(keys=keys, args=args)
-        if found < 0:
-            raise OwnershipLost(f"job {job_id!r} is no longer this worker's")
-        if found:
-            log.warning("job %r refused: %s", job_id, line)
-        else:
-            log.error("no job of the id %r waits; the id is dropped", job_id)
 
 
 class PackedJson(JSONSerializer):
@@ -322,7 +173,6 @@ class JobFinish:
         ownership: tells whether a run is still ours to end.
         requeue: puts a job back instead.
         streams, progress: what is shown of a job until then.
-        last_resort: fails a job that RQ cannot end.
     """
 
     def __init__(
@@ -334,9 +184,8 @@ class JobFinish:
         self.requeue = Requeue(connection, ownership.lease)
         self.streams = JobStreams(connection)
         self.progress = ProgressMeta(connection)
-        self.last_resort = LastResort(connection, ownership.lease)
         self._placement = placement
-        self._follow_up = FollowUp(connection)
+        self._fail_waiting = connection.register_script(lua("holds", "count", "run", "fail"))
 
     def finish(self, run: JobRun, result: Mapping[str, Any], verdict: CheckOutcome | None = None) -> None:
         """
@@ -347,10 +196,8 @@ class JobFinish:
             OwnershipLost: the run is not ours (any more), or is finished already.
         """
         ttl_s = run.job.get_result_ttl(DEFAULT_RESULT_TTL_S)
-        note = EndedNote("finished", member=self.ownership.member)
-        is_noted = ttl_s == 0 or bool(run.job.repeats_left)
         commands = partial(self._success, run, result, verdict, ttl_s)
-        self._end(run, RunEnd(note, commands, is_noted, kept_s=ttl_s if ttl_s > 0 else None))
+        self._end(run, RunEnd(commands, "finished", ttl_s if ttl_s > 0 else None), "finished")
 
     def fail(self, run: JobRun, error: Exception, *, partial_text: str | None = None, may_retry: bool = True) -> None:
         """
@@ -377,35 +224,62 @@ class JobFinish:
         Raises:
             OwnershipLost: the run is not ours (any more).
         """
-        note = EndedNote("moved", member=self.ownership.member)
-        self._end(run, RunEnd(note, lambda: [*move(run, verdict, to), *self._removed(run)], is_noted=True))
+        self._end(run, RunEnd(lambda: [*move(run, verdict, to), *self._removed(run)]))
 
-    def _end(self, run: JobRun, end: RunEnd) -> None:
+    def fail_waiting(self, queue_name: str, job_id: str, line: str) -> None:
+        """Fail a job that waits and cannot be started, whose keys may hold anything; only drop its id if there is no
+        such job.
+
+        Raises:
+            OwnershipLost: the id is not in the queue, or the lease is another worker's.
+        """
+        lease, key, ttl = self.ownership.lease, raw(Job.key_for(job_id)), ""
+        with suppress(ResponseError):  # it is no hash
+            ttl = (cast(bytes | None, self._connection.hget(key, "failure_ttl")) or b"").decode(errors="replace")
+        commands = _bare_failure(queue_name, job_id, line, ttl)
+        words = [word for command in commands for word in (len(command), *command)]
+        keys = [*lease.keys, Queue(queue_name, connection=self._connection).key, key]
+        found = self._fail_waiting(keys=keys, args=[*lease.args, raw(job_id), *words])
+        if found < 0:
+            raise OwnershipLost(f"job {job_id!r} is no longer this worker's")
+        if found:
+            log.warning("job %r refused: %s", job_id, line)
+        else:
+            log.error("no job of the id %r waits; the id is dropped", job_id)
+
+    def fail_bare(self, run: JobRun, line: str) -> None:
+        """As `fail`, for a job for which RQ's commands cannot be made, or are refused."""
+        job = run.job
+        log.warning("job %r refused: %s", job.id, line)
+        job.has_run_fields = True
+
+        def commands() -> Sequence[Sequence[Any]]:
+            return [*_bare_failure(job.origin, job.id, line, str(job.failure_ttl)), *self._removed(run)]
+
+        self._end(run, RunEnd(commands, "failed"), "failed")
+
+    def _end(self, run: JobRun, end: RunEnd, counts_as: Literal["finished", "failed"] | None = None) -> None:
         if run.job.has_ended:
             raise OwnershipLost(f"job {run.job.id} has ended already")
-        note = self.ownership.end(run, end)
-        if note is not None:
-            self._do_what_follows(run, note)
+        self.ownership.end(run, end)
         run.job.has_ended = True
-        self._registration.count_end(run.job, end.note.end)
+        if counts_as:
+            self._registration.count_end(run.job, counts_as)
 
-    def _end_badly(self, run: JobRun, how: How, reason: str, partial_text: str | None) -> None:
+    def _end_badly(self, run: JobRun, how: Literal["failed", "stopped"], reason: str, partial_text: str | None) -> None:
         rq_job = run.job
+        sets_free: Literal["failed", ""] = "failed" if how == "failed" and not rq_job.should_retry else ""
         commands = partial(self._failure, run, how, reason, partial_text)
         kept_s = rq_job.failure_ttl if rq_job.failure_ttl and rq_job.failure_ttl > 0 else None
         try:
-            note = EndedNote(how, member=self.ownership.member)
-            self._end(run, RunEnd(note, commands, is_noted=True, kept_s=kept_s))
+            self._end(run, RunEnd(commands, sets_free, kept_s), "failed")
         except StokerError:
             raise
         except Exception as error:  # the keys of a job may hold anything, and have any type
             if not is_the_jobs(error):
                 raise RedisUnavailable(f"the failure of job {rq_job.id} could not be written: {error}") from None
             log.warning("RQ cannot end job %s: %s: %s", rq_job.id, type(error).__name__, message_line(error))
-            self.last_resort.fail(rq_job.origin, rq_job.id, reason, run.execution)
-
-    def _do_what_follows(self, run: JobRun, note: EndedNote) -> None:
-        self._follow_up.carry_out(run.job.origin, run.execution.composite_key, note)
+            self.fail_bare(run, reason)
 
     def _success(
         self, run: JobRun, result: Mapping[str, Any], verdict: CheckOutcome | None, ttl_s: int
@@ -428,7 +302,6 @@ class JobFinish:
         elif ttl_s == 0:
             rq_job._status = JobStatus.FINISHED
             rq_job.cleanup(0, recorded, remove_from_queue=False)
-            _keep(rq_job.dependents_key, recorded)  # what follows sets those free that wait, and then removes it
         elif ttl_s > 0:
             recorded.expire(rq_job.key, ttl_s)
             if rq_job._dependency_ids:
@@ -438,7 +311,7 @@ class JobFinish:
         counted = [count(verdict)] if verdict is not None and verdict.attempts else []
         return [*_words(recorded), *self._removed(run), *counted]
 
-    def _failure(self, run: JobRun, how: How, reason: str, partial_text: str | None) -> Sequence[Sequence[Any]]:
+    def _failure(self, run: JobRun, how: str, reason: str, partial_text: str | None) -> Sequence[Sequence[Any]]:
         rq_job, recorded = run.job, self._connection.pipeline(transaction=False)
         rq_job.ended_at = rq_job.last_heartbeat = now()
         _write_meta(rq_job, recorded, partial_text)
@@ -467,11 +340,20 @@ def _words(recorded: Pipeline) -> list[Sequence[Any]]:
     return [words for words, _ in recorded.command_stack]
 
 
-def _keep(key: str, recorded: Pipeline) -> None:
-    """Take a key out of the commands that delete others with it."""
-    for at, (words, options) in enumerate(recorded.command_stack):
-        if words[0] == "DEL":
-            recorded.command_stack[at] = ([word for word in words if word != key], options)
+def _bare_failure(queue_name: str, job_id: str, line: str, failure_ttl: str) -> list[Sequence[Any]]:
+    """The commands that fail a job without RQ's objects: no key of it but its hash has a type that one can rely on."""
+    ttl_s = int(failure_ttl) if _TTL.fullmatch(failure_ttl) else DEFAULT_FAILURE_TTL_S
+    key, results = raw(Job.key_for(job_id)), raw(Result.get_key(job_id))
+    compressed = zlib.compress(line.encode(errors="replace"))
+    result = ("type", Result.Type.FAILED.value, "worker_name", "", "exc_string", b64encode(compressed))
+    failed = FailedJobRegistry.key_template.format(queue_name)
+    return [
+        ("HSET", key, "status", JobStatus.FAILED.value, "ended_at", utcformat(now()), "exc_info", compressed),
+        ("DEL", results),
+        ("XADD", results, "*", *result),
+        *([("PERSIST", key)] if ttl_s < 0 else [("EXPIRE", key, ttl_s), ("EXPIRE", results, ttl_s)]),
+        ("ZADD", failed, ttl_s if ttl_s < 0 else int(time.time()) + ttl_s, raw(job_id)),
+    ]
 
 
 def _write_meta(rq_job: JsonJob, recorded: Pipeline, partial_text: str | None) -> None:

@@ -13,10 +13,10 @@ from typing import Final, TypeVar, cast
 
 from redis import Redis
 from rq.group import Group
-from rq.job import Job
-from rq.queue import Queue
+from rq.job import Job, JobStatus
 from rq.rate_limit import RateLimitRegistry
 from rq.registry import (
+    BaseRegistry,
     CanceledJobRegistry,
     FailedJobRegistry,
     FinishedJobRegistry,
@@ -31,7 +31,6 @@ from rq.utils import current_timestamp, now, utcformat
 from stoker_worker.periodic import Periodic
 from stoker_worker.placement.placement import Placement
 from stoker_worker.queue.client import lua, may_pass
-from stoker_worker.queue.json_job import JsonJob
 from stoker_worker.queue.lease import Lease, Members
 from stoker_worker.queue.registration import NAME_PREFIX
 
@@ -40,6 +39,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 _LOCK_S: Final = 61  # as RQ's own
 _AT_ONCE: Final = 200
+_READY_S: Final = 60
 _STEP_S: Final = 0.02  # then the thread's other work has its turn
 _CANCELED_PAGE: Final = 500
 _GROUPS_EVERY_S: Final = 600  # as RQ's own workers
@@ -63,7 +63,7 @@ class Scheduler:
         self._name = lease.worker_name  # under which the locks are held
         self._shown = RQScheduler(queues, connection, serializer=JSONSerializer, name=self._name)
         self._show = Periodic(_LOCK_S / 3)
-        self._enqueue = connection.register_script(lua("enqueue_due"))
+        self._enqueue = connection.register_script(lua("enqueue", "enqueue_due"))
 
     def enqueue_due(self) -> bool:
         """Enqueue due jobs, the oldest first, for a moment; returns whether more are due."""
@@ -95,20 +95,29 @@ class Scheduler:
 
     def _enqueue_due_of(self, queue: str, until: float) -> bool:
         """Enqueue jobs until a time on the monotonic clock, but one batch at least; returns whether more are due."""
-        scheduled, prefix = ScheduledJobRegistry(queue, connection=self._connection).key, Job.key_for("").encode()
-        guards = [self._lease.keys[0], RQScheduler.get_locking_key(queue)]
-        keys: list[str | bytes] = [scheduled, Queue(queue, connection=self._connection).key, *guards]
         while True:
-            found = self._connection.zrangebyscore(scheduled, 0, current_timestamp(), start=0, num=_AT_ONCE)
-            if not (due := cast(list[bytes], found)):
-                return False
-            args: list[str | bytes] = [self._lease.value, self._name, queue, utcformat(now()), *due]
-            taken = self._enqueue(keys=[*keys, *(prefix + job_id for job_id in due)], args=args)
+            n_due, taken = self._take(queue, ScheduledJobRegistry, current_timestamp())
             # Jobs that could not be taken now are looked at again in a second.
-            if taken == 0 or (taken == len(due) < _AT_ONCE):
+            if taken == 0 or (taken == n_due < _AT_ONCE):
                 return False
             if time.monotonic() > until:
                 return True
+
+    def enqueue_ready(self, queue: str) -> None:
+        """Enqueue jobs that waited for others, if a worker of RQ's own died just before it enqueued them."""
+        self._take(queue, ReadyJobRegistry, current_timestamp() - _READY_S, JobStatus.READY_TO_ENQUEUE.value)
+
+    def _take(self, queue: str, registry: type[BaseRegistry], until: int, status: str = "") -> tuple[int, int]:
+        """Enqueue the registry's next jobs, up to a score; returns how many were found, and how many left it.
+
+        Args:
+            status: jobs of any other one leave the registry only.
+        """
+        key = registry(queue, connection=self._connection).key
+        due = cast(list[bytes], self._connection.zrangebyscore(key, 0, until, start=0, num=_AT_ONCE))
+        keys = [key, self._lease.keys[0], RQScheduler.get_locking_key(queue)]
+        args: list[str | bytes] = [self._lease.value, self._name, queue, utcformat(now()), status]
+        return len(due), self._enqueue(keys=keys, args=[*args, *due]) if due else 0
 
 
 class Housekeeping:
@@ -135,9 +144,9 @@ class Housekeeping:
                 self._unharmed(partial(self._forget_canceled, name))
         if self._clean.is_due():
             for name in self._members.duties():
-                for registry in (FinishedJobRegistry, FailedJobRegistry, ReadyJobRegistry):
-                    of_queue = registry(name, connection=self._connection, job_class=JsonJob, serializer=JSONSerializer)
-                    self._unharmed(of_queue.cleanup)
+                for registry in (FinishedJobRegistry, FailedJobRegistry):
+                    self._unharmed(registry(name, connection=self._connection).cleanup)
+                self._unharmed(partial(self.scheduler.enqueue_ready, name))
             self._unharmed(self._clean_limits_and_groups)
         return more_due
 

@@ -2,14 +2,11 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
-from redis import Redis
-from redis.client import Pipeline
-from rq.exceptions import NoSuchJobError
 from rq.executions import Execution
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
@@ -36,7 +33,6 @@ from stoker_shared.wire import (
     TASK_PATH,
 )
 from stoker_worker.placement.placement import Writes
-from stoker_worker.queue.client import lua
 
 
 def text(job_id: bytes) -> str:
@@ -56,7 +52,6 @@ _MOST: Final = 10**15
 """Seconds, or a count. Servers can add as many seconds to the time."""
 _MOST_WAITED_S: Final = 9_000_000_000
 """285 years. Python can wait for as long, and add it to a date."""
-_WAITING: Final = (JobStatus.DEFERRED.value.encode(), JobStatus.READY_TO_ENQUEUE.value.encode())
 
 OF_THE_RUN: Final = (FIELD_ATTEMPTS, FIELD_LOST_ALONE, FIELD_SAVING)
 """Fields that a job's hash loses when a run of it ends, unless the job is put back."""
@@ -145,55 +140,6 @@ class JsonJob(Job):
         del fields["data"]
         return fields
 
-    def refresh(self) -> None:
-        """
-        Raises:
-            NoSuchJobError: there is none.
-        """
-        fields = fields_in(_ask_fields(self.connection, self.key))
-        if not fields:
-            raise NoSuchJobError(f"No such job: {self.key}")
-        self.restore(fields)
-
-    @classmethod
-    def fetch_many(cls, job_ids: Iterable[str], connection: Redis, serializer: Any = None) -> list[Job | None]:
-        """The jobs, with ``None`` where there is none.
-
-        RQ would raise for a key that is no hash: then no other job that waits for the same parent would be enqueued, or
-        the parent would fail.
-        """
-        ids = list(job_ids)
-        with connection.pipeline(transaction=False) as pipeline:
-            for job_id in ids:
-                _ask_fields(pipeline, cls.key_for(job_id))
-            replies = pipeline.execute(raise_on_error=False)
-        found: list[Job | None] = []
-        for job_id, values in zip(ids, replies, strict=True):
-            job = None
-            if not isinstance(values, Exception) and (fields := fields_in(values)):
-                job = cls(job_id, connection=connection, serializer=serializer)
-                job.restore(fields)
-            found.append(job)
-        return found
-
-    def dependencies_are_met(
-        self, parent_job: Job | None = None, pipeline: Pipeline | None = None, *args: Any, **options: Any
-    ) -> bool:
-        """True if the job may be enqueued, as far as its dependencies go; ``False`` if it was canceled, or its id was
-        used again meanwhile.
-
-        RQ keeps such an id among those that wait for the old parent. When that parent ends, RQ would enqueue the new
-        job once more, or could not end the parent if the new job waits for none. RQ does not watch the job itself, so
-        its transaction would overwrite a cancel.
-        """
-        status: Any = self.get_status(refresh=False).value.encode()
-        if pipeline is not None:
-            pipeline.watch(self.key)  # type: ignore[no-untyped-call]
-            status = pipeline.hget(self.key, "status")  # it was read before
-        if status not in _WAITING or (parent_job is not None and parent_job.id not in self._dependency_ids):
-            return False
-        return bool(super().dependencies_are_met(parent_job, pipeline, *args, **options))
-
     def _deserialize_data(self) -> None:
         try:
             self._func_name, self._instance, self._args, self._kwargs = read_json(self.data, MAX_DATA_BYTES)
@@ -253,12 +199,6 @@ class JsonJob(Job):
             return request_digest(self.kwargs[REQUEST_KWARG])
         except (ValueError, RecursionError):
             raise PayloadRefused("the request is nested too deeply") from None
-
-
-def _ask_fields(client: Redis | Pipeline, key: str) -> Any:
-    """The values of `READ_FIELDS`; in place of each that would make the reply longer than `MOST_BYTES`, its length."""
-    script = lua("fields") + "return (fields_of(KEYS[1], tonumber(ARGV[1]), {unpack(ARGV, 2)}))"
-    return client.register_script(script)(keys=[key], args=[MOST_BYTES, *READ_FIELDS])
 
 
 def fields_in(values: Sequence[bytes | int | None]) -> dict[bytes, bytes | int]:

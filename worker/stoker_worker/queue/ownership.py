@@ -10,55 +10,23 @@ An end is a list of commands, which are recorded as RQ's own code issues them, a
 first whether the run is ours. So it needs one round trip, and no other client can come between.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Literal, cast
 
 from redis import Redis
 from redis.exceptions import ResponseError
 from rq.executions import ExecutionRegistry
 from rq.queue import Queue
-from rq.utils import str_to_date, utcformat
+from rq.utils import now, str_to_date, utcformat
 
 from stoker_shared.errors import JobLost, OwnershipLost
 from stoker_shared.job_data import unpacked
-from stoker_shared.wire import ENDED_KEY, FIELD_SAVING
+from stoker_shared.wire import FIELD_SAVING
 from stoker_worker.queue.client import lua
 from stoker_worker.queue.json_job import MOST_BYTES, OF_THE_RUN, JobRun, JsonJob, delivery_stamp, hash_of
 from stoker_worker.queue.lease import Lease
-
-How = Literal["finished", "failed", "stopped", "moved"]
-
-
-@dataclass
-class EndedNote:
-    """Kept in Redis, under the execution's name, from the step that ended a job to its last follow-up.
-
-    A worker whose reply was lost sees from it that the end was written. The next worker sees from it what a dead one
-    left to do. A success after which nothing is left to do needs none: the job's hash tells of it.
-
-    Attributes:
-        end: how this run of the job ended. A failure that is retried is ``failed`` too; ``moved``: to the next model.
-        dependents: ids of jobs that may wait for this end.
-        member: in whose name the job ran.
-    """
-
-    end: How
-    dependents: list[str] = field(default_factory=list)
-    member: str = ""
-
-    def head(self) -> str:
-        """Its JSON without the dependents, which the script adds."""
-        fields = asdict(self)
-        del fields["dependents"]
-        return json.dumps(fields)[:-1]
-
-    @classmethod
-    def from_json(cls, text: str) -> "EndedNote":
-        return cls(**json.loads(text))
-
 
 _WITHDRAWN: Final = (b"canceled", b"stopped")
 _LOOKS: Final = 30  # the job may be written again between a look and the repair
@@ -72,19 +40,17 @@ class RunEnd:
     """What ends a run.
 
     Attributes:
-        note: without the dependents.
         commands: makes the commands; called again if `meta` has changed. The first one may be refused.
-        is_noted: the note is written even if no job waits for this one.
-        kept_s: how long the set of those that wait is kept; ``None``: as it is.
+        sets_free: the jobs that wait for such an end are enqueued.
+        kept_s: how long the set of those that wait on is kept; ``None``: as it is.
     """
 
-    note: EndedNote
     commands: Callable[[], Commands]
-    is_noted: bool
+    sets_free: Literal["finished", "failed", ""] = ""
     kept_s: int | None = None
 
 
-_NO_END: Final = RunEnd(EndedNote("finished"), tuple, is_noted=False)
+_NO_END: Final = RunEnd(tuple)
 
 
 class Ownership:
@@ -94,7 +60,7 @@ class Ownership:
         self.member = lease.member
         self._connection = connection
         self.lease = lease
-        self._end = connection.register_script(lua("holds", "count", "end"))
+        self._end = connection.register_script(lua("holds", "count", "run", "enqueue", "set_free", "end"))
         self._put_right = connection.register_script(lua("holds", "delivery", "put_right"))
         self._let_go = connection.register_script(lua("holds", "let_go"))
 
@@ -108,39 +74,34 @@ class Ownership:
         """
         if saves:
             run.job.has_run_fields = True
-        found = self._asked(run, _NO_END, FIELD_SAVING if saves else "")
-        return "ours" if found == "ours" else "lost" if found == "lost" else "ended"
+        return self._asked(run, _NO_END, FIELD_SAVING if saves else "")
 
-    def end(self, run: JobRun, end: RunEnd) -> EndedNote | None:
-        """End a run, or find that this worker has ended it so before; the note if something is left to do.
+    def end(self, run: JobRun, end: RunEnd) -> None:
+        """End a run, or find that this worker has ended it before.
 
         Raises:
-            OwnershipLost: the run is not ours (any more), or has ended in another way.
+            OwnershipLost: the run is not ours (any more).
             RedisError: it may have been done or not; another call finds out. After a refusal nothing has changed.
         """
-        found = self._asked(run, end, "")
-        note = EndedNote.from_json(found) if found.startswith("{") else None
-        if found == "lost" or end.note.end != (note.end if note else "finished"):
+        if self._asked(run, end, "") == "lost":
             raise OwnershipLost(f"job {run.job.id} is no longer this worker's, or has ended already")
-        return note
 
-    def _asked(self, run: JobRun, end: RunEnd, field: str) -> str:
-        job, execution = run.job, run.execution
-        keys = [*self._keys(run), ENDED_KEY.format(queue=job.origin), job.dependents_key]
+    def _asked(self, run: JobRun, end: RunEnd, field: str) -> State:
+        job = run.job
+        keys = [*self._keys(run), job.dependents_key]
         started_at = utcformat(job.started_at) if job.started_at else ""
-        about = [*self.lease.args, execution.composite_key, self.lease.worker_name, started_at, field]
+        about = [*self.lease.args, job.id, self.lease.worker_name, started_at, field]
         for _ in range(_LOOKS):
             meta = job.raw_meta  # the fetcher may show progress meanwhile
             words = [word for command in end.commands() for word in (len(command), *command)]
             kept_s = "" if end.kept_s is None else end.kept_s
-            args = [*about, meta, MOST_BYTES, end.note.head(), int(end.is_noted), kept_s, *words]
+            args = [*about, meta, MOST_BYTES, end.sets_free, kept_s, utcformat(now()), *words]
             reply = self._end(keys=keys, args=args)
             if isinstance(reply, list):
                 job.raw_meta = reply[1]
                 continue
-            found: str = reply.decode()
-            if found != "enqueued":
-                return found
+            if (found := reply.decode()) != "enqueued":
+                return cast(State, found)
             if not self._goes_on(run):
                 break
         return "lost"

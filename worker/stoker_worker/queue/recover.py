@@ -22,7 +22,7 @@ from rq.registry import StartedJobRegistry
 from rq.worker_registration import REDIS_WORKER_KEYS, WORKERS_BY_QUEUE_KEY, get_keys
 
 from stoker_shared.errors import QueueHeld
-from stoker_worker.queue.end import Claim, FollowUp, Requeue
+from stoker_worker.queue.end import Claim, Requeue
 from stoker_worker.queue.json_job import raw, text
 from stoker_worker.queue.lease import Lease, Members
 from stoker_worker.queue.progress import ProgressMeta
@@ -60,7 +60,6 @@ class Recoverer:
         self._members = members
         self._requeue = Requeue(connection, lease)
         self._progress = ProgressMeta(connection)
-        self._follow_up = FollowUp(connection)
 
     def recover(self, own_ids: frozenset[str]) -> int:
         """Put back jobs; returns how many.
@@ -74,7 +73,6 @@ class Recoverer:
         members.look(asks_processes=True)  # after that: whoever has an execution was a member before
         found = self._orphans(lease.member, started, own_ids)
         recovered = self._put_back(self._requeue, [*found, *self._nobodys(queues, started)])
-        self._follow_up.catch_up(queues, own_ids, members.everybody - {lease.member})
         lease.settle()
         unknown = started.members() - members.everybody - {lease.member}
         dead, members.dead = members.dead, ()  # the next look finds whoever could not be buried now
@@ -93,8 +91,6 @@ class Recoverer:
         started = self._started(queues)  # as it is now: the dead one starts and ends nothing any more
         found = self._orphans(name, started)
         recovered = self._put_back(Requeue(self._connection, lease), found)
-        living = (self._members.everybody | {self._lease.member}) - {name}
-        self._follow_up.catch_up(queues, frozenset(), living)
         lease.leave()
         log.warning("worker %s is dead and a member no more; %d of its jobs are back in the queue", name, recovered)
         return recovered

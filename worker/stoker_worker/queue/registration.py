@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from redis import Redis
 from rq import worker_registration
@@ -171,11 +171,9 @@ class RqRegistration(BaseWorker):
         rest = {"started_at": started_at, "now": {**self.figures()}}
         return {**which, **serving, **where, **rest}
 
-    def count_end(self, job: Job, how: str) -> None:
+    def count_end(self, job: Job, how: Literal["finished", "failed"]) -> None:
         """Count a run that has ended; the next beat shows it. Any thread."""
         with self._counting:
-            if how == "moved":
-                return
             if how == "finished":
                 self.successful_job_count += 1
             else:
