@@ -61,9 +61,6 @@ def test_those_that_share_a_queue_are_seen(members, join, clock):
     assert sorted(members.others) == ["a", "c"]
     assert members.others["c"].store == "disk"
     assert members.everybody == {"me", "a", "b", "c"}
-    assert members.is_alive("stoker-b-00000000")
-    assert members.is_alive("stoker-me-00000000")
-    assert not members.is_alive("stoker-nobody-00000000")
 
 
 def test_a_member_whose_lease_is_missing_for_as_long_as_a_lease_lasts_is_dead(members, connection, join, clock):

@@ -125,18 +125,14 @@ def test_a_stock_scheduler_beside_us_enqueues_nothing_twice(connection, plain, q
     stock.connection.close()
 
 
-def test_a_lost_workers_scheduler_lock_is_taken_at_once_and_our_own_is_released_at_the_end(
-    redis_url, connection, plain
-):
-    connection.set(LOCK, "stoker-dead-host-1", ex=60)
+def test_our_own_lock_is_released_at_the_end(redis_url, connection, plain):
     job_id = later(plain)
     make_due(connection, job_id)
     with open_queue(read_settings({"redis_url": redis_url}), redis_url) as opened:
         opened.rq_queue.tidy()
         assert waiting(connection) == [job_id]
         assert connection.get(LOCK) == opened.registration.name.encode()
-        assert connection.exists(f"rq:scheduler:{opened.registration.name}")
-    assert not connection.exists(LOCK, f"rq:scheduler:{opened.registration.name}")
+    assert not connection.exists(LOCK)
 
 
 def test_a_deposed_worker_enqueues_nothing(connection, plain, queue):

@@ -4,8 +4,8 @@ A `Claimer` takes from one queue the jobs that `FairQueue` chooses, as far as th
 the same step. It owns for how long jobs have been left to the workers that have their agents' caches, and which ids
 another worker still runs. `JobStart` makes a `RqClaimedJob` of a started job, or refuses it with a line; malformed data
 in Redis fails only its own job. It numbers the claims. `ClaimOrder` goes through the queues. It owns how long a
-quarantined job has waited, and which ids were enqueued again while their job runs here: workers tell their jobs apart
-by id, so the second delivery of an id cannot start before the first has left.
+quarantined job has waited. Workers tell their jobs apart by id, so the second delivery of an id cannot start before the
+first has left.
 """
 
 import itertools
@@ -143,7 +143,6 @@ class Claimer:
         self._worker_name = registration.name
         self._about = json.dumps(_about(queue_name, lease, placement, registration))
         self._claim = connection.register_script(FRAGMENT + lua("fields", "claim"))
-        self._drop = connection.register_script(lua("drop"))
         self._view = QueueView(connection, queue_name, is_at_hand, is_shared=bool(lease.shared))
         self.waiting = self._view.waiting
         self._passed_at: dict[str, float] = {}
@@ -171,11 +170,6 @@ class Claimer:
         now = time.monotonic()
         self._elsewhere = {job_id: until for job_id, until in self._elsewhere.items() if until > now}
         return self._elsewhere
-
-    def drop(self, job_id: str) -> None:
-        """Take the id of a job that runs out of the queue."""
-        self._drop(keys=[self._key, raw(Job.key_for(job_id))], args=[raw(job_id)])
-        self.waiting.discard(job_id)
 
     def agents(self) -> frozenset[str]:
         """The agents of the waiting jobs that were read and may be claimed here; the same object until they change."""
@@ -446,7 +440,6 @@ class ClaimOrder:
         self._members = members
         self._job_start = job_start
         self._in_flight = in_flight
-        self._repeated_ids: set[str] = set()
         self._quarantined_since: float | None = None
         self.has_claimed = self.is_suspended = False
         self._look = Periodic(_LOOK_AROUND_S)
@@ -483,9 +476,8 @@ class ClaimOrder:
         if limit > 0 and not self._in_flight and self._claim_quarantined(busy, claimed):
             return
         room = 0 if self._quarantined_comes_first(busy) else limit
-        self._look_for_repeated()
         elsewhere = (job_id for claimer in self.claimers.values() for job_id in claimer.elsewhere())
-        busy = replace(busy, job_ids=frozenset([*self._repeated_ids, *elsewhere]))
+        busy = replace(busy, job_ids=frozenset([*self._in_flight, *elsewhere]))
         for name, claimer in self.claimers.items():
             if len(claimed) < room:
                 ids = busy.job_ids.union(job.job_id for job in claimed)  # an id may be in two queues
@@ -543,14 +535,3 @@ class ClaimOrder:
         else:
             self._in_flight.add(job)
             claimed.append(job)
-
-    def _look_for_repeated(self) -> None:
-        """The ids of running jobs that are in a queue once more. They wait, unless it is the delivery that runs."""
-        self._repeated_ids.intersection_update(self._in_flight)
-        for job in self._in_flight.snapshot():
-            for claimer in self.claimers.values():
-                if job.job_id in claimer.waiting and job.job_id not in self._repeated_ids:
-                    if job.is_ours():
-                        claimer.drop(job.job_id)
-                    else:
-                        self._repeated_ids.add(job.job_id)

@@ -5,7 +5,6 @@ a queue one does it (`Members.duties`), and RQ's own locks choose the one that s
 """
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +13,7 @@ from typing import Final, TypeVar, cast
 from redis import Redis
 from rq.group import Group
 from rq.job import Job, JobStatus
+from rq.queue import Queue
 from rq.rate_limit import RateLimitRegistry
 from rq.registry import (
     BaseRegistry,
@@ -25,19 +25,18 @@ from rq.registry import (
 )
 from rq.scheduler import RQScheduler
 from rq.scripts import acquire_or_refresh_lock, release_lock
-from rq.serializers import JSONSerializer
 from rq.utils import current_timestamp, now, utcformat
+from rq.worker_registration import clean_worker_registry
 
 from stoker_worker.periodic import Periodic
 from stoker_worker.placement.placement import Placement
 from stoker_worker.queue.client import lua, may_pass
 from stoker_worker.queue.lease import Lease, Members
-from stoker_worker.queue.registration import NAME_PREFIX
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_LOCK_S: Final = 61  # as RQ's own
+_LOCK_S: Final = 10  # it is refreshed each second; after a crash, the next scheduler waits for so long
 _AT_ONCE: Final = 200
 _READY_S: Final = 60
 _STEP_S: Final = 0.02  # then the thread's other work has its turn
@@ -55,24 +54,16 @@ class Scheduler:
     its queue in one step.
     """
 
-    def __init__(self, connection: Redis, lease: Lease, members: Members) -> None:
+    def __init__(self, connection: Redis, lease: Lease) -> None:
         self._connection = connection
-        self._queues = queues = list(lease.queues)
+        self._queues = lease.queues
         self._lease = lease
-        self._members = members
         self._name = lease.worker_name  # under which the locks are held
-        self._shown = RQScheduler(queues, connection, serializer=JSONSerializer, name=self._name)
-        self._show = Periodic(_LOCK_S / 3)
         self._enqueue = connection.register_script(lua("enqueue", "enqueue_due"))
 
     def enqueue_due(self) -> bool:
         """Enqueue due jobs, the oldest first, for a moment; returns whether more are due."""
         held = [queue for queue in self._queues if self._holds_lock(queue)]
-        if held and self._show.is_due():
-            self._shown.pid, self._shown.last_heartbeat = os.getpid(), now()
-            with self._connection.pipeline() as pipeline:
-                self._shown.save(pipeline)
-                pipeline.execute()
         until = time.monotonic() + _STEP_S
         return any([self._enqueue_due_of(queue, until) for queue in held])  # a list: every queue has its turn
 
@@ -80,18 +71,10 @@ class Scheduler:
         """Release the locks for the next scheduler."""
         for queue in self._queues:
             release_lock(self._connection, RQScheduler.get_locking_key(queue), self._name)
-        self._connection.delete(self._shown.key)
 
     def _holds_lock(self, queue: str) -> bool:
         key = RQScheduler.get_locking_key(queue)
-        if acquire_or_refresh_lock(self._connection, key, self._name, _LOCK_S) != "taken":
-            return True
-        holder = (cast(bytes | None, self._connection.get(key)) or b"").decode(errors="replace")
-        if holder.startswith(NAME_PREFIX) and not self._members.is_alive(holder) and self._lease.is_ours():
-            # A stoker worker that is no member any more is dead or deposed: do not wait until its lock expires.
-            release_lock(self._connection, key, holder)
-            return acquire_or_refresh_lock(self._connection, key, self._name, _LOCK_S) != "taken"
-        return False
+        return acquire_or_refresh_lock(self._connection, key, self._name, _LOCK_S) != "taken"
 
     def _enqueue_due_of(self, queue: str, until: float) -> bool:
         """Enqueue jobs until a time on the monotonic clock, but one batch at least; returns whether more are due."""
@@ -127,7 +110,7 @@ class Housekeeping:
         self._connection = connection
         self._members = members
         self._placement = placement
-        self.scheduler = Scheduler(connection, lease, members)
+        self.scheduler = Scheduler(connection, lease)
         self._remove_canceled = connection.register_script(lua("forget_canceled"))
         self._canceled_at: dict[str, int] = {}
         self._says_failed = Periodic(_SAYS_FAILED_S)
@@ -147,6 +130,7 @@ class Housekeeping:
                 for registry in (FinishedJobRegistry, FailedJobRegistry):
                     self._unharmed(registry(name, connection=self._connection).cleanup)
                 self._unharmed(partial(self.scheduler.enqueue_ready, name))
+                self._unharmed(partial(clean_worker_registry, Queue(name, connection=self._connection)))
             self._unharmed(self._clean_limits_and_groups)
         return more_due
 

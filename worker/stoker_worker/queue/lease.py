@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final, Literal, NamedTuple, cast
+from typing import Any, Final, Literal, NamedTuple, TypeVar, cast
 
 from redis import Redis
 from redis.exceptions import RedisError
@@ -32,6 +32,8 @@ from stoker_worker.process_identity import ProcessIdentity, pid_namespace
 from stoker_worker.queue.client import lua
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _RELEASE: Final = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
 # ARGV: the value, the member, what the others see of it from now on.
@@ -48,21 +50,6 @@ finds that its executions are gone."""
 _RETRY_S: Final = 0.05
 _LOOK_S: Final = 1.0
 _N_KEYS: Final = 4  # without those of queues
-_UNKNOWN: Final[Mapping[str, Any]] = {
-    "worker": "unknown",
-    "queues": [],
-    "store": "",
-    "shared": "",
-    "model": "",
-    "loading": False,
-    "leaving": False,
-    "recovers": "",
-    "pids": "",
-    "host": "unknown",
-    "boot": "",
-    "pid": 0,
-    "started": "",
-}
 
 
 @dataclass(frozen=True)
@@ -124,20 +111,16 @@ class Member:
         except (ValueError, RecursionError):
             parsed = None
         given = parsed if isinstance(parsed, dict) else {}
-        found = {**_UNKNOWN, **{key: given[key] for key in _UNKNOWN if type(given.get(key)) is type(_UNKNOWN[key])}}
-        return cls(
-            name,
-            found["worker"],
-            tuple(queue for queue in found["queues"] if isinstance(queue, str)),
-            found["store"],
-            ProcessIdentity(found["host"], found["boot"], found["pid"], found["started"]),
-            shared=found["shared"],
-            model=found["model"],
-            is_ready=not found["loading"],
-            is_leaving=found["leaving"],
-            recovers=found["recovers"],
-            pids=found["pids"],
-        )
+
+        def get(key: str, missing: T) -> T:
+            return found if type(found := given.get(key)) is type(missing) else missing
+
+        no_queues: list[Any] = []
+        queues = tuple(queue for queue in get("queues", no_queues) if isinstance(queue, str))
+        process = ProcessIdentity(get("host", "unknown"), get("boot", ""), get("pid", 0), get("started", ""))
+        state = (not get("loading", False), get("leaving", False), get("recovers", ""), get("pids", ""))
+        shared, model = get("shared", ""), get("model", "")
+        return cls(name, get("worker", "unknown"), queues, get("store", ""), process, shared, model, *state)
 
     def is_certainly_dead(self) -> bool:
         return self.pids in ("", pid_namespace()) and self.process.is_certainly_dead()
@@ -543,7 +526,6 @@ class Members:
         self._looked_at = float("-inf")
         self._missing_since: dict[str, float] = {}
         self.everybody = frozenset({lease.member})
-        self._workers: frozenset[str] = frozenset()
         self.others: dict[str, Member] = {}
         self.dead: tuple[Member, ...] = ()
 
@@ -584,8 +566,6 @@ class Members:
             member.name: member for member in members if member.name != self.me and not mine.isdisjoint(member.queues)
         }
         leases = self._leases(self.others)
-        holders = (Member.of(name, value).worker for name, value in leases.items() if value)
-        self._workers = frozenset([*(member.worker for member in members), *holders])
         now = self._clock()
         if now - self._looked_at > self._ttl_s / 2:  # this worker slept, or Redis was away
             self._missing_since.clear()
@@ -598,10 +578,6 @@ class Members:
             if (leases[name] is None and self._is_gone(member, now))
             or (asks_processes and _is_held_by_the_dead(name, leases[name]))
         )
-
-    def is_alive(self, worker: str) -> bool:
-        """True if the RQ worker of this name is a member's, this worker included."""
-        return worker in self._workers or worker == self._lease.worker_name
 
     def _leases(self, names: Iterable[str]) -> dict[str, bytes | None]:
         keys = {name: LEASE_KEY.format(member=name) for name in names}

@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Final, cast
 
 from redis import Redis
-from rq.executions import WORKER_EXECUTIONS_KEY_TEMPLATE, Execution
+from rq.executions import Execution
 from rq.intermediate_queue import IntermediateQueue
 from rq.job import Job
 from rq.queue import Queue
 from rq.registry import StartedJobRegistry
-from rq.worker_registration import REDIS_WORKER_KEYS, WORKERS_BY_QUEUE_KEY, get_keys
 
 from stoker_shared.errors import QueueHeld
 from stoker_worker.queue.end import Claim, Requeue
@@ -78,7 +77,6 @@ class Recoverer:
         dead, members.dead = members.dead, ()  # the next look finds whoever could not be buried now
         recovered += sum(self._bury(name, lease.queues) for name in unknown)
         recovered += sum(self._bury(member.name, member.queues) for member in dead)
-        self._forget_workers(queues)
         return recovered
 
     def _bury(self, name: str, queues: Sequence[str]) -> int:
@@ -102,20 +100,6 @@ class Recoverer:
             if lost.execution is not None:
                 self._progress.clear(Job.key_for(lost.job_id))
         return recovered
-
-    def _forget_workers(self, queues: Iterable[str]) -> None:
-        """Remove dead stoker workers' registrations for our queues, which dashboards would show for minutes."""
-        members = self._members
-        for queue_name in queues:
-            for key in get_keys(Queue(queue_name, connection=self._connection)):
-                name = key.rpartition(":")[2]
-                if name.startswith(NAME_PREFIX) and not members.is_alive(name):
-                    log.info("removing the registration of dead worker %s", name)
-                    with self._connection.pipeline() as pipeline:
-                        pipeline.srem(REDIS_WORKER_KEYS, key)
-                        pipeline.srem(WORKERS_BY_QUEUE_KEY % queue_name, key)
-                        pipeline.delete(key, WORKER_EXECUTIONS_KEY_TEMPLATE.format(name))
-                        pipeline.execute()
 
     def _started(self, queues: Iterable[str]) -> Started:
         """Two round trips for each queue."""
