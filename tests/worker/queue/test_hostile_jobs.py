@@ -122,7 +122,7 @@ def test_a_field_of_many_megabytes_is_not_read(connection, queue, enqueue, name)
     check_that_all_ended(connection, ["bad", "good"])
 
 
-@pytest.mark.parametrize(("name", "value"), [("dependency_ids", "5"), ("timeout", "1e300"), ("failure_ttl", "9" * 17)])
+@pytest.mark.parametrize(("name", "value"), [("retry_intervals", "5"), ("timeout", "1e300"), ("failure_ttl", "9" * 17)])
 def test_the_reason_names_the_field_and_a_retry_is_not_used_for_it(connection, queue, producer, enqueue, name, value):
     enqueue("bad", {name: value, "retries_left": 3})
     assert play(queue, connection) == []

@@ -304,7 +304,7 @@ class JobFinish:
             rq_job.cleanup(0, recorded, remove_from_queue=False)
         elif ttl_s > 0:
             recorded.expire(rq_job.key, ttl_s)
-            if rq_job._dependency_ids:
+            if rq_job.has_dependencies:
                 recorded.expire(rq_job.dependencies_key, ttl_s)
         if run.writes is not None:
             self._placement.wrote(recorded, run.writes, result)

@@ -16,7 +16,6 @@ from rq.job import Job, JobStatus
 from rq.queue import Queue
 from rq.rate_limit import RateLimitRegistry
 from rq.registry import (
-    BaseRegistry,
     CanceledJobRegistry,
     FailedJobRegistry,
     FinishedJobRegistry,
@@ -36,7 +35,7 @@ from stoker_worker.queue.lease import Lease, Members
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_LOCK_S: Final = 10  # it is refreshed each second; after a crash, the next scheduler waits for so long
+_LOCK_S: Final = 5  # it is refreshed each second; after a crash, the next scheduler waits for so long
 _AT_ONCE: Final = 200
 _READY_S: Final = 60
 _STEP_S: Final = 0.02  # then the thread's other work has its turn
@@ -78,29 +77,29 @@ class Scheduler:
 
     def _enqueue_due_of(self, queue: str, until: float) -> bool:
         """Enqueue jobs until a time on the monotonic clock, but one batch at least; returns whether more are due."""
+        key = ScheduledJobRegistry(queue, connection=self._connection).key
         while True:
-            n_due, taken = self._take(queue, ScheduledJobRegistry, current_timestamp())
+            due = self._due(key, current_timestamp())
+            taken = self._move(queue, key, due)
             # Jobs that could not be taken now are looked at again in a second.
-            if taken == 0 or (taken == n_due < _AT_ONCE):
+            if taken == 0 or (taken == len(due) < _AT_ONCE):
                 return False
             if time.monotonic() > until:
                 return True
 
     def enqueue_ready(self, queue: str) -> None:
         """Enqueue jobs that waited for others, if a worker of RQ's own died just before it enqueued them."""
-        self._take(queue, ReadyJobRegistry, current_timestamp() - _READY_S, JobStatus.READY_TO_ENQUEUE.value)
+        key = ReadyJobRegistry(queue, connection=self._connection).key
+        self._move(queue, key, self._due(key, current_timestamp() - _READY_S), JobStatus.READY_TO_ENQUEUE.value)
 
-    def _take(self, queue: str, registry: type[BaseRegistry], until: int, status: str = "") -> tuple[int, int]:
-        """Enqueue the registry's next jobs, up to a score; returns how many were found, and how many left it.
+    def _due(self, key: str, until: int) -> list[bytes]:
+        return cast(list[bytes], self._connection.zrangebyscore(key, 0, until, start=0, num=_AT_ONCE))
 
-        Args:
-            status: jobs of any other one leave the registry only.
-        """
-        key = registry(queue, connection=self._connection).key
-        due = cast(list[bytes], self._connection.zrangebyscore(key, 0, until, start=0, num=_AT_ONCE))
+    def _move(self, queue: str, key: str, due: list[bytes], status: str = "") -> int:
+        """Enqueue jobs of a registry, but those of another status, which only leave it; returns how many left it."""
         keys = [key, self._lease.keys[0], RQScheduler.get_locking_key(queue)]
         args: list[str | bytes] = [self._lease.value, self._name, queue, utcformat(now()), status]
-        return len(due), self._enqueue(keys=keys, args=[*args, *due]) if due else 0
+        return self._enqueue(keys=keys, args=[*args, *due]) if due else 0
 
 
 class Housekeeping:

@@ -11,7 +11,6 @@ from rq.executions import Execution
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 from rq.utils import str_to_date
-from rq.webhook import Webhook
 
 from stoker_shared.agents import AgentRequest, build_agent_request
 from stoker_shared.errors import PayloadRefused, RequestTooLarge
@@ -51,7 +50,7 @@ _OF_RQ: Final = re.compile(r"[A-Za-z0-9_-]+")
 _MOST: Final = 10**15
 """Seconds, or a count. Servers can add as many seconds to the time."""
 _MOST_WAITED_S: Final = 9_000_000_000
-"""285 years. Python can wait for as long, and add it to a date."""
+"""285 years, which Python can add to a date."""
 
 OF_THE_RUN: Final = (FIELD_ATTEMPTS, FIELD_LOST_ALONE, FIELD_SAVING)
 """Fields that a job's hash loses when a run of it ends, unless the job is put back."""
@@ -88,6 +87,8 @@ class JsonJob(Job):
     """Its `meta`, as far as this worker knows."""
     has_ended: bool = False
     """True once its run has ended, and all that follows is done."""
+    has_dependencies: bool = False
+    has_webhooks: bool = False
     has_run_fields: bool = False
     """True if its hash may have one of `OF_THE_RUN`."""
     raw_created_at: str = ""  # RQ replaces a missing value by the time of reading, which would identify no delivery
@@ -115,7 +116,7 @@ class JsonJob(Job):
         if b"data" in too_long or len(unpacked(data)) > MAX_DATA_BYTES:
             self.payload_error = RequestTooLarge(f"the request is over the limit of {MAX_REQUEST_BYTES} bytes")
             data = b"[]"
-        known = (name for name in READ_FIELDS if raw_data.get(name) and name not in malformed)
+        known = (name for name in (b"meta", *_FORMS) if raw_data.get(name) and name not in malformed)
         fields = {name: raw_data[name] for name in known}
         times = {name: fields.pop(name.encode()) for name in _TIMES if name.encode() in fields}
         super().restore(fields | {b"data": data})
@@ -126,6 +127,7 @@ class JsonJob(Job):
         self.losses_alone = as_count(raw_data.get(FIELD_LOST_ALONE.encode()))
         self.is_listened_to = FIELD_STREAM.encode() in raw_data
         self.has_run_fields = any(name.encode() in raw_data for name in OF_THE_RUN)
+        self.has_dependencies, self.has_webhooks = (bool(raw_data.get(name)) for name in _SEEN)
         self.raw_meta = raw_data.get(b"meta", b"")
         self.has_progress = isinstance(self.meta, dict) and META_PROGRESS in self.meta
         self.packs_result = raw_data.get(FIELD_PACKED.encode()) == PACKED_WITH_ZLIB.encode()
@@ -176,7 +178,7 @@ class JsonJob(Job):
                     f"this worker runs no callbacks, and the job has {name}, {path[:200]!r}: enqueue a job that "
                     "depends on this one"
                 )
-        if self.webhooks:
+        if self.has_webhooks:
             raise PayloadRefused("this worker sends no webhooks, and the job has webhooks")
         if self.rate_limit_key:
             raise PayloadRefused(f"this worker keeps no rate limits, and the job has {self.rate_limit_key[:200]!r}")
@@ -259,24 +261,11 @@ def _is_number(value: bytes) -> bool:
     return abs(int(value)) <= _MOST
 
 
-def _is_limit(value: bytes) -> bool:
-    return abs(int(value)) <= _MOST_WAITED_S
-
-
 def _are_intervals(value: bytes) -> bool:
     found = read_json(value)
     return found is None or (
         isinstance(found, list) and all(type(each) in (int, float) and 0 <= each <= _MOST_WAITED_S for each in found)
     )
-
-
-def _are_ids(value: bytes) -> bool:
-    found = read_json(value)
-    return isinstance(found, list) and all(map(is_rqs, found))
-
-
-def _are_webhooks(value: bytes) -> bool:
-    return all(Webhook.from_dict(each) for each in read_json(value)) or True
 
 
 _TEXTS: Final = (
@@ -286,25 +275,23 @@ _TEXTS: Final = (
 _TIMES: Final = ("created_at", "enqueued_at", "started_at", "ended_at", "last_heartbeat")
 _NUMBERS: Final = (
     *("timeout", "result_ttl", "failure_ttl", "ttl", "number_of_retries", "retries_left", "repeats_left"),
-    *("rate_limit_concurrency", "allow_dependency_failures", "enqueue_at_front", "enqueue_at_front_on_retry"),
+    *("enqueue_at_front", "enqueue_at_front_on_retry"),
 )
-_LIMITS: Final = ("success_callback_timeout", "failure_callback_timeout", "stopped_callback_timeout")
 _FORMS: Final[Mapping[bytes, Callable[[bytes], object]]] = {
     **{name.encode(): _is_text for name in _TEXTS},
     **{name.encode(): _is_time for name in _TIMES},
     **{name.encode(): _is_number for name in _NUMBERS},
-    **{name.encode(): _is_limit for name in _LIMITS},
     b"status": lambda value: JobStatus(value.decode()),
-    b"dependency_id": lambda value: is_rqs(value.decode()),
-    b"dependency_ids": _are_ids,
     b"retry_intervals": lambda value: _are_intervals(value) and read_json(value) != [],
     b"repeat_intervals": _are_intervals,
-    b"webhooks": _are_webhooks,
 }
 """The type of each field that RQ decodes. RQ reads an empty field as a missing one, nearly everywhere."""
 
+_SEEN: Final = (b"dependency_ids", b"webhooks")
+"""Of these it only matters whether there are any."""
+
 _OURS: Final = (FIELD_ATTEMPTS, FIELD_LOST_ALONE, FIELD_STREAM, FIELD_PACKED, FIELD_SAVING, FIELD_BATCH, FIELD_TRIED)
-READ_FIELDS: Final = (b"data", b"meta", *_FORMS, *(name.encode() for name in _OURS))
+READ_FIELDS: Final = (b"data", b"meta", *_FORMS, *_SEEN, *(name.encode() for name in _OURS))
 """The fields that are read. Nothing here needs an old result or failure, which may unpack to gigabytes."""
 
 
