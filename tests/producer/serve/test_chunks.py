@@ -71,6 +71,14 @@ def test_text_that_comes_again_is_sent_once(run, begun, text, is_text):
     assert (joined(live), joined([*live, *rest])) == (begun, text)
 
 
+@pytest.mark.parametrize("is_text", [True, False])
+@pytest.mark.parametrize("run", [["ab", None, "b"], ["ab", None, "ac"], ["ab", None, "a", "x"], ["ab", None, "a"]])
+def test_text_that_comes_again_otherwise_is_an_error(run, is_text):
+    with pytest.raises(Failure) as failure:
+        sent(run, {"text": "a"}, is_text=is_text, markers=Markers())
+    assert failure.value.body["error"]["code"] == "text_changed"
+
+
 RESULT = {"text": "Hm. So|Yes.#call", "reasoning": "Hm. So", "answer": "Yes."}
 
 
