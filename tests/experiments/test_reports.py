@@ -14,7 +14,6 @@ pytestmark = pytest.mark.scheduled
 
 REPORTS = sorted(EXPERIMENTS.glob("EXP-*.md"))
 RUN = [report for report in REPORTS if (EXPERIMENTS / "results" / f"exp_{report.name[4:7]}_results.json").exists()]
-NOT_RUN = [report for report in REPORTS if report not in RUN]
 by_name = pytest.mark.parametrize("report", REPORTS, ids=lambda report: report.stem)
 each_that_was_run = pytest.mark.parametrize("report", RUN, ids=lambda report: report.stem)
 
@@ -67,15 +66,6 @@ def test_a_report_is_older_if_the_code_that_it_measures_has_changed_since(monkey
     assert (is_older("002", before), is_older("002", changed)) == (True, False)
 
 
-def test_an_experiment_without_results_claims_none() -> None:
-    for report in NOT_RUN:
-        text = report.read_text()
-        assert text.split("\n")[0].endswith(": not run yet")
-        assert not re.findall(r"<!-- from results: .* -->\n(?!<!-- end)", text)
-        (row,) = re.findall(rf"^\| \[EXP-{number(report)}\].*$", (EXPERIMENTS / "README.md").read_text(), re.MULTILINE)
-        assert row.endswith("| not run yet |  |")
-
-
 @each_that_was_run
 def test_the_figures_and_the_index_match_the_results(
     experiments: ExperimentsProcess, report: Path, tmp_path: Path
@@ -104,22 +94,3 @@ def test_the_plan_for_more_macs_has_the_figures_of_its_simulation(monkeypatch: p
     page = (EXPERIMENTS.parent / "docs" / "scale-out.md").read_text()
     assert plan(content) in page
     assert f"**{content['one_server']['ends_at_workers']} workers**" in page
-
-
-LINUX_ONLY = re.compile(r"/proc/|posix_fadvise|sched_|prctl|LD_PRELOAD|VmHWM|MADV_")
-FALLBACKS = {
-    "common.py": "sysctl",
-    "peer_servers.py": "if blas",
-    "restores.py": 'hasattr(mmap, "MADV_HUGEPAGE")',
-    "watched_worker.py": '"ps"',
-}
-"""Scripts with a call that only Linux has, and what they do elsewhere."""
-
-
-def test_scripts_run_on_metal_and_cuda_as_they_are() -> None:
-    """They name no device, and what only Linux has they use where it is there."""
-    with_linux = {path for path in EXPERIMENTS.glob("*.py") if LINUX_ONLY.search(path.read_text())}
-    assert {path.name for path in with_linux} == set(FALLBACKS)
-    assert not [path.name for path in with_linux if FALLBACKS[path.name] not in path.read_text()]
-    fixed = [path.name for path in EXPERIMENTS.glob("exp_*.py") if '"--dtype", "float32"' in path.read_text()]
-    assert not fixed, "the worker's dtype is the one that was asked for"

@@ -96,6 +96,17 @@ def test_any_numbers_come_back_finite_and_close(array: Array, bits: int) -> None
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_constant_groups_and_the_ends_of_a_group_come_back_exactly(dtype: str, bits: int) -> None:
+    array = np.zeros((1, 3, 64), np.float32)
+    array[0, 0] = 1.5
+    array[0, 1] = -0.0078125
+    array[0, 2, :32], array[0, 2, 32:] = -2.0, 5.5
+    array = bfloat16(array) if dtype == "bfloat16" else array.astype(DTYPES[dtype])
+    assert np.array_equal(back(array, bits), array)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_largest_numbers_infinity_and_nan_come_back_finite(dtype: str, bits: int) -> None:
     most = {"float32": float(np.finfo(np.float32).max), "float16": 65504.0, "bfloat16": float.fromhex("0x1.fep127")}[
         dtype
