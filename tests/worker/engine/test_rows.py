@@ -11,7 +11,7 @@ pytestmark = pytest.mark.mlx
 
 def test_a_step_of_a_long_row_copies_no_more_than_a_part_of_its_layers():
     """Also when its room is used up: else every other row would wait for the copy of all layers."""
-    n_tokens, n_layers, head = 2040, 32, 1024
+    n_tokens, n_layers, head = 2040, 32, 256
     caches = []
     for _ in range(n_layers):
         cache = KVCache()
