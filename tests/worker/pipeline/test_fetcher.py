@@ -192,3 +192,19 @@ def test_a_late_job_is_cancelled_while_redis_is_away() -> None:
     fetcher.leave()
     job.claimed.release()
     fetcher.join(TIMEOUT_S)
+
+
+def test_while_the_shared_store_is_away_only_jobs_without_memory_are_claimed() -> None:
+    queue, loader, store = InMemoryQueue(), NotedLoader(), PlayedStore()
+    store.away = True
+    queue.enqueue(job_id="writes", agent_id="a")
+    queue.enqueue(job_id="reads", agent_id="b", cache="read")
+    queue.enqueue(job_id="plain")
+    fetcher = fetcher_of(queue, loader, store, max_in_flight=4, poll_s=0.001)
+    assert loader.jobs.get(timeout=TIMEOUT_S).job_id == "plain"
+    assert (queue.state("writes"), queue.state("reads")) == ("queued", "queued")
+    store.away = False
+    assert {loader.jobs.get(timeout=TIMEOUT_S).job_id for _ in range(2)} == {"writes", "reads"}
+    for job in queue.in_flight():
+        job.release()
+    end(fetcher, queue)
