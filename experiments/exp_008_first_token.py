@@ -265,13 +265,13 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
 
 
 def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
-    """Two or three lengths, each asked once without a cache."""
+    """Two or three lengths, each asked three times without a cache, and five times by each way with one."""
     lengths = (256, 1024, 4096) if bench.on_gpu else (256, 1024)
     with closing(Turns(bench, folder)) as turns:
         mlx_lm = MlxLm(bench, folder / "mlx-lm")
         for n_tokens in (32, *lengths):
             length = Length(bench, turns, mlx_lm, n_tokens)
-            length.ask_cold(1)
+            length.ask_cold(1 if n_tokens == 32 else 3)
             length.ask_warm(1 if n_tokens == 32 else 5)
             if n_tokens == 32:  # a warm-up
                 continue
