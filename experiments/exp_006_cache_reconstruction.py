@@ -97,7 +97,7 @@ def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
     without, restored = (found[name]["first_s"] for name in ("without", "restored"))
     yield {"what": say(found, "the last first token of {agents} agents' second turns, {tokens} tokens each: without "
                        "their memory / with it, in time"),
-           "ratio": spread([without["median"] / s for s in restored["samples"]]), "ours": restored, "theirs": without,
+           "ratio": spread([without["median"] / s for s in restored["samples"]]), "first": without, "second": restored,
            "unit": "s", "equal": found["same_tokens"], "headline": "second turn"}  # fmt: skip
     for n_blocks, rounds in ((8, 40), (32, 15)):
         n_tokens, cell = n_blocks * BLOCK_TOKENS, f"{n_blocks} blocks of 30 layers"

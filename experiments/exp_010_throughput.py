@@ -231,8 +231,8 @@ def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
             found = measured(load)
             is_first = load.places == sizes[0] and name == "engine"
             yield {"what": f"{name} / a bare mlx-lm loop, in speed: {load.name}", "ratio": found[f"{name}_ratio"],
-                   "asked": f"at least {TARGETS[name]}", "ours": found[f"{name}_tokens_per_s"],
-                   "theirs": found["bare_tokens_per_s"], "unit": "tokens/s",
+                   "asked": f"at least {TARGETS[name]}", "first": found[f"{name}_tokens_per_s"],
+                   "second": found["bare_tokens_per_s"], "unit": "tokens/s",
                    "equal": found[f"{name}_same_text"], "headline": "full batch" if is_first else ""}  # fmt: skip
 
     with closing(Engines(bench)) as engines:

@@ -187,8 +187,8 @@ def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
     found = rounds(bench, folder, n_tokens=200, max_tokens=8, cycles=2)
     for kind, ratio in found["ratio"].items():
         yield {"what": f"a round of {AGENTS} agents after a {kind} and a restart / without one, in time",
-               "ratio": ratio, "asked": f"at most {MOST_RATIO}", "ours": found["round_s"][kind],
-               "theirs": found["round_s"][STAYS], "unit": "s",
+               "ratio": ratio, "asked": f"at most {MOST_RATIO}", "first": found["round_s"][kind],
+               "second": found["round_s"][STAYS], "unit": "s",
                "equal": found["stored_tokens_prefilled_again"] <= 1}  # fmt: skip
 
 

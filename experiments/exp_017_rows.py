@@ -373,7 +373,7 @@ def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
             found = measured(bench, contexts, load, 3)
             yield {
                 "what": f"rows / mlx-lm's rectangle, in speed: {load.name}", "ratio": found["ratio"],
-                "asked": f"at least {load.target}", "ours": found["rows"]["s"], "theirs": found["mlx-lm"]["s"],
+                "asked": f"at least {load.target}", "first": found["rows"]["s"], "second": found["mlx-lm"]["s"],
                 "unit": "s", "equal": found["same_rows"] == found["n_rows"],
             }  # fmt: skip
 

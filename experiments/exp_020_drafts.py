@@ -229,7 +229,7 @@ def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
         found = measured(bench, kind, 1, 0.0, rounds=3, prompts=2, max_tokens=48)
         without, drafted = found["tokens_per_s"]
         yield {"what": f"with drafts / without, in speed: {kind} answers", "ratio": found["ratio"],
-               "asked": f"at least {least}", "ours": drafted, "theirs": without, "unit": "tokens/s",
+               "asked": f"at least {least}", "first": drafted, "second": without, "unit": "tokens/s",
                "equal": found["same_answers"] == found["answers"]}  # fmt: skip
 
 

@@ -6,7 +6,7 @@ named. Both files are whole after each part, also if the Mac restarts under the 
 
 A part is a function, such as ``short_form(bench, folder)`` of an experiment, that yields rows: what is compared
 (``what``), the `spread` of the ratios (``ratio``) or a text (``found``), what was asked for (``asked``), the spreads of
-both sides (``ours``, ``theirs``, ``unit``), whether the answers of both sides were the same (``equal``), and which of
+both sides (``first``, ``second``, ``unit``), whether the answers of both sides were the same (``equal``), and which of
 the page's first figures it is (``headline``).
 """
 
@@ -78,7 +78,7 @@ PARTS = (
 LEAST_S = 20.0
 """With less time left, a part does not begin."""
 MOST_OF_THE_REST = 0.5
-"""No part takes more than that of the time that is left, unless that is less than `SURE_S`."""
+"""No part but the last takes more than that of the time that is left, unless that is less than `SURE_S`."""
 SURE_S = 120.0
 _CLEANING_S = 75.0
 
@@ -116,10 +116,10 @@ class Clock:
     def left_s(self) -> float:
         return max(0.0, self._end - time.monotonic())
 
-    def limit_s(self) -> float:
+    def limit_s(self, *, is_last: bool) -> float:
         """The time that the next part may take."""
         left_s = self.left_s()
-        return min(left_s, max(MOST_OF_THE_REST * left_s, SURE_S))
+        return left_s if is_last else min(left_s, max(MOST_OF_THE_REST * left_s, SURE_S))
 
 
 def run(out: Path, options: Options) -> tuple[Path, bool]:
@@ -180,7 +180,7 @@ def _empty(part: Part, status: str, error: str = "") -> Json:
 def _part(part: Part, options: Options, clock: Clock, log: Path, console: Console) -> Json:
     if clock.left_s() < LEAST_S:
         return _empty(part, "not run")
-    begin, limit_s = time.perf_counter(), clock.limit_s()
+    begin, limit_s = time.perf_counter(), clock.limit_s(is_last=part is options.parts()[-1])
     with tempfile.TemporaryDirectory(prefix="stoker-figures-") as folder:
         result = Path(folder) / "part.json"
         asked = {"module": part.module, "function": part.function, "loads_model": part.loads_model,

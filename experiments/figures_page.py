@@ -74,8 +74,8 @@ def _headlines(content: Json) -> Iterator[Json]:
 def _rows(parts: Iterable[Json]) -> Iterator[Json]:
     for part in parts:
         for row in part["rows"]:
-            sides = {name: f"{short(row[side])} {row['unit']}" for name, side in (("here", "ours"), ("there", "theirs"))
-                     if side in row}  # fmt: skip
+            ends = {"here": "first", "there": "second"}
+            sides = {name: f"{short(row[side])} {row['unit']}" for name, side in ends.items() if side in row}
             yield {**row, **sides, "link": f"EXP-{part['name']}" if part["name"].isdigit() else part["name"]}
 
 

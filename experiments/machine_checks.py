@@ -130,7 +130,7 @@ def wired(bench: Any, folder: Path) -> Iterator[Json]:
     mx.set_wired_limit(0)
     found = measured(load)
     yield {"what": f"memory wired / not wired, in speed: {load.name}", "ratio": found["wired_ratio"],
-           "ours": found["wired_tokens_per_s"], "theirs": found["bare_tokens_per_s"], "unit": "tokens/s",
+           "first": found["wired_tokens_per_s"], "second": found["bare_tokens_per_s"], "unit": "tokens/s",
            "equal": found["wired_same_text"]}  # fmt: skip
 
 

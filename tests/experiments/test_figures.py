@@ -133,7 +133,7 @@ def test_the_committed_pages_have_the_committed_figures(pages: ModuleType) -> No
 
 def made_up(**facts: Any) -> dict[str, Any]:
     spread = {"median": 1.23, "min": 1.2, "max": 1.3, "n": 5, "samples": [1.23, 1.2, 1.3, 1.25, 1.21]}
-    row = {"what": "engine / bare", "ratio": spread, "ours": spread, "theirs": spread, "unit": "tokens/s",
+    row = {"what": "engine / bare", "ratio": spread, "first": spread, "second": spread, "unit": "tokens/s",
            "equal": True, "headline": "full batch"}  # fmt: skip
     machine = {"device": "Apple M9", "cpu": "Apple M9", "cores": 10, "ram_gb": 64, "os": "macOS 27.0 arm64",
                "model": "Some-Model", "dtype": "auto", "cache_dtype": "bfloat16", "cache_bytes_per_token": 9,
