@@ -39,6 +39,11 @@ Message = dict[str, str]
 class Job:
     prompt: str
     max_tokens: int
+    system: str | None = None
+
+    @property
+    def messages(self) -> list[Message]:
+        return [*([] if self.system is None else [{"role": "system", "content": self.system}]), user(self.prompt)]
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,7 @@ class Answer:
     """
     Attributes:
         n_prompt: the prompt's tokens, as the server counts them.
+        n_cached: of them, those that it did not prefill; ``None``: it does not tell.
         timing: of stoker's jobs, their own record.
         first_token_s: from the request on; ``None`` if the answer was not streamed.
     """
@@ -54,6 +60,7 @@ class Answer:
     n_prompt: int
     timing: Json | None = None
     first_token_s: float | None = None
+    n_cached: int | None = None
 
 
 class Server(Protocol):
@@ -106,7 +113,7 @@ class Stoker:
 
     def backlog(self, name: str, jobs: Sequence[Job]) -> list[Answer]:
         tickets = self._producer.submit_many(
-            {"agent_id": job_agent(name, n), "messages": [user(job.prompt)], "max_tokens": job.max_tokens}
+            {"agent_id": job_agent(name, n), "messages": job.messages, "max_tokens": job.max_tokens}
             for n, job in enumerate(jobs)
         )
         return list(map(_answer, self._producer.results(tickets, _PATIENCE_S)))
@@ -133,7 +140,7 @@ class HttpServer:
 
     def backlog(self, name: str, jobs: Sequence[Job]) -> list[Answer]:
         with ThreadPoolExecutor(2 * PLACES) as threads:  # so that none of its places waits for a client
-            return list(threads.map(lambda job: self._ask([user(job.prompt)], job.max_tokens), jobs))
+            return list(threads.map(lambda job: self._ask(job.messages, job.max_tokens), jobs))
 
     def restart(self, with_signal: signal.Signals) -> float:
         assert self.process is not None
@@ -179,7 +186,9 @@ class HttpServer:
 
 
 def _whole(reply: Json) -> Answer:
-    return Answer(reply["choices"][0]["message"].get("content") or "", reply["usage"]["prompt_tokens"])
+    text, usage = reply["choices"][0]["message"].get("content") or "", reply["usage"]
+    n_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    return Answer(text, usage["prompt_tokens"], n_cached=n_cached)
 
 
 def _streamed(lines: Iterable[bytes], began: float) -> Answer:
@@ -213,8 +222,8 @@ def job_agent(backlog: str, n: int) -> str:
 
 
 def _answer(result: GenerationResult) -> Answer:
-    timing = result.timing
-    return Answer(result.text, result.usage.prompt_tokens, timing.model_dump(), timing.first_token_s)
+    timing, usage = result.timing, result.usage
+    return Answer(result.text, usage.prompt_tokens, timing.model_dump(), timing.first_token_s, usage.cached_tokens)
 
 
 @dataclass(frozen=True)

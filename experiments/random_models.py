@@ -5,11 +5,14 @@ K/V heads, head dim, window) is as in the model's config.json; hidden size, voca
 not.
 """
 
+import json
 import random
+import shutil
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from synthetic_cache import save_turn
@@ -58,6 +61,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "head_dim": 16, "mamba_d_ssm": 32, "mamba_d_head": 8, "mamba_n_heads": 4,
         "mamba_d_state": 16, "mamba_expand": 1, "max_position_embeddings": 16384, "rope_theta": 1e11,
     },
+    "window, 130 M": {  # Gemma 3 270M: five windows to one full layer; fewer layers, a smaller vocabulary
+        "model_type": "gemma3_text", "hidden_size": 640, "num_hidden_layers": 12, "num_attention_heads": 4,
+        "num_key_value_heads": 1, "head_dim": 256, "sliding_window": 512, "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 256, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+        "vocab_size": 49152, "intermediate_size": 2048, "eos_token_id": 2,
+    },
+    "hybrid, 125 M": {  # Falcon-H1-Tiny-90M, with another vocabulary
+        "model_type": "falcon_h1", "hidden_size": 512, "num_hidden_layers": 24, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "head_dim": 64, "mamba_d_ssm": 768, "mamba_d_head": 32, "mamba_n_heads": 24,
+        "mamba_d_state": 64, "mamba_expand": 2, "max_position_embeddings": 16384, "rope_theta": 1e11,
+        "vocab_size": 49152, "intermediate_size": 768, "eos_token_id": 2,
+    },
     "tiny": {
         "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 8,
@@ -79,6 +94,19 @@ def random_network(name: str, dtype: str) -> Any:
     mx.eval(network.parameters())
     network.eval()
     return network
+
+
+def write_model(name: str, folder: Path, tokenizer: Path) -> int:
+    """The model of `CONFIGS[name]` as a folder that servers load, with the tokenizer of another folder; returns its
+    parameters."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    weights = dict(tree_flatten(random_network(name, "float32").parameters()))
+    shutil.copytree(tokenizer, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps({**_NARROW, **CONFIGS[name]}))
+    return sum(array.size for array in weights.values())
 
 
 class NumberTokenizer:
