@@ -95,19 +95,20 @@ def beginning_at_cut(waiting: Sequence, in_batch: Iterable[Sequence]) -> Beginni
     return max(found, key=lambda beginning: (beginning.n_tokens, beginning.is_prefilled), default=None)
 
 
-def best_cut(joining: Sequence, waiting: Iterable[Sequence]) -> int | None:
-    """Where the prefill of `joining` stops for those that wait: where most tokens need not be prefilled again."""
+def cuts_for(waiting: Iterable[Sequence], joining: Sequence) -> set[int]:
+    """Where the prefill of `joining` stops for those that wait: where most tokens need not be prefilled again, and at
+    the last end of a block before it, if one of them is to leave a checkpoint there."""
     key, least = joining.work.shares, joining.n_cached + LEAST_TOKENS
-    if key is None:
-        return None
-    alike = (other for other in waiting if other.work.shares == key)
+    alike = [other for other in waiting if key is not None and other.work.shares == key]
     commons = [
         n
         for other in alike
         if (n := _n_common(other, joining, LEAST_TOKENS)) >= max(least, other.n_cached + LEAST_TOKENS)
     ]
     saved = {n: (n - joining.n_cached) * sum(other >= n for other in commons) for n in commons}
-    return max(saved, key=lambda n: saved[n], default=None)
+    best = max(saved, key=lambda n: saved[n], default=0)
+    asked = {n for other in alike for n in other.work.checkpoints_at}
+    return {best} | ({best // BLOCK_TOKENS * BLOCK_TOKENS} & asked)
 
 
 def _n_common(waiting: Sequence, other: Sequence, least: int) -> int:
@@ -242,8 +243,8 @@ class ConcurrentScheduler:
             sequence.inserted_at = sequence.inserted_at or time.perf_counter()
             if (beginning := self._beginning(sequence)) is not None:
                 self._begin_alike(sequence, beginning, generator)
-            if self._resume is not None and (cut := best_cut(sequence, self.waiting)) is not None:
-                sequence.cut_at.add(cut)
+            if self._resume is not None:
+                sequence.cut_at |= cuts_for(self.waiting, sequence)
             sequence.join(generator)
             assert sequence.generator_uid is not None
             self.prefilling[sequence.generator_uid] = sequence
