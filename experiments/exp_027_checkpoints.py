@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from command import main
-from common import Json, machine, note
+from common import Json, machine, note, rss_mib
 from peer_servers import STOKER, Answer, Job, Servers, rotated
 from random_models import RandomModel, random_ids, write_model
 from report import Report, columns, figure
@@ -111,12 +111,12 @@ def many(model: RandomModel, folder: Path, n_agents: int) -> Json:
     and how far the process has grown since a fifth of them had come."""
     dice = random.Random(29)
     system = random_ids(dice, COMMON)
-    prefilled, rss, n_bytes, max_bytes = 0, 0, 0, 0
+    prefilled, rss, n_bytes, max_bytes = 0, 0.0, 0, 0
     with closing(AgentCacheStore(folder, memory_max_bytes=16 << 20)) as store:
         store.start_upkeep()
         for n in range(n_agents):
             if n == n_agents // 5:
-                rss, max_bytes = _rss_bytes(), store.budget.total_bytes
+                rss, max_bytes = rss_mib(os.getpid()), store.budget.total_bytes
                 store.budget.max_bytes = max_bytes
             prefilled += turns(store, model, {f"{n}": [*system, *random_ids(dice, OWN)]})["prefilled"]
         store.budget.make_room()
@@ -129,12 +129,8 @@ def many(model: RandomModel, folder: Path, n_agents: int) -> Json:
         "tokens": n_agents * (COMMON + OWN),
         "max_bytes": max_bytes,
         "bytes": n_bytes,
-        "rss_grown_bytes": _rss_bytes() - rss,
+        "rss_grown_bytes": int((rss_mib(os.getpid()) - rss) * 2**20),
     }
-
-
-def _rss_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def served(name: str, folder: Path, n_agents: int) -> list[Json]:
