@@ -208,3 +208,20 @@ def test_while_the_shared_store_is_away_only_jobs_without_memory_are_claimed() -
     for job in queue.in_flight():
         job.release()
     end(fetcher, queue)
+
+
+def test_a_fetcher_outlives_an_outage_of_redis_and_an_entry_it_cannot_handle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    queue, loader = InMemoryQueue(), NotedLoader()
+    queue.away = True
+    fetcher = fetcher_of(queue, loader, poll_s=0.01)
+    time.sleep(0.05)
+    with monkeypatch.context() as patched:
+        patched.setattr(queue, "tidy", lambda: 1 / 0)
+        queue.away = False
+        time.sleep(0.6)
+    queue.enqueue(job_id="a")
+    assert loader.jobs.get(timeout=TIMEOUT_S).job_id == "a"
+    fetcher.leave()
+    fetcher.join(TIMEOUT_S)
