@@ -82,29 +82,15 @@ def test_a_delivery_sent_many_times_is_one_run_with_one_timeout(connection, work
 
 
 @pytest.mark.parametrize("prompt", ["say done", "fail why"])
-def test_an_id_that_waited_for_a_parent_and_was_deleted_and_used_again_does_not_hold_up_its_parent(
-    connection, worker, enqueue, until, prompt
+@pytest.mark.parametrize("is_deleted", [True, False])
+def test_an_id_that_waited_for_a_parent_and_was_used_again_runs_once_and_does_not_hold_up_its_parent(
+    connection, worker, enqueue, until, prompt, is_deleted
 ):
     enqueue("first", "hold", timeout=2)
     enqueue("parent", prompt)
     enqueue("child", "say old", "b", depends_on=Dependency(jobs=["parent"], allow_failure=True))
-    Job.fetch("child", connection, JSONSerializer).delete()
-    enqueue("child", "say new", "b")
-
-    until("parent", b"failed" if prompt.startswith("fail") else b"finished")
-    enqueue("later", "say later", "c")
-    until("later", b"finished")
-    assert texts(connection, "child") == ["new"]
-    assert nothing_is_left(connection)
-
-
-@pytest.mark.parametrize("prompt", ["say done", "fail why"])
-def test_an_id_that_waited_for_a_parent_and_was_used_again_does_not_run_once_more_when_that_one_ends(
-    connection, worker, enqueue, until, prompt
-):
-    enqueue("first", "hold", timeout=2)
-    enqueue("parent", prompt)
-    enqueue("child", "say old", "b", depends_on=Dependency(jobs=["parent"], allow_failure=True))
+    if is_deleted:
+        Job.fetch("child", connection, JSONSerializer).delete()
     enqueue("child", "say new", "b")
 
     until("child", b"finished")
@@ -112,6 +98,7 @@ def test_an_id_that_waited_for_a_parent_and_was_used_again_does_not_run_once_mor
     enqueue("later", "say later", "b")
     until("later", b"finished")
     assert texts(connection, "child") == ["new"]
+    assert nothing_is_left(connection) or not is_deleted
 
 
 @pytest.mark.parametrize(("prompt", "end"), [("say done", b"finished"), ("fail why", b"failed")])

@@ -89,22 +89,23 @@ def test_a_finished_job_whose_result_is_gone_is_not_found(end_of, ticket, worker
         end_of(ticket)
 
 
-def test_an_entry_of_a_retry_is_not_the_end(end_of, ticket, worker):
-    worker.start(ticket.job_id)
-    worker.retry(ticket.job_id)
+def retried(worker, job_id):
+    worker.start(job_id)
+    worker.retry(job_id)
+
+
+def requeued(worker, job_id):
+    worker.fail(job_id, "EngineFailed: x")
+    worker.job(job_id).requeue()
+
+
+@pytest.mark.parametrize("again", [retried, requeued])
+def test_an_end_after_which_the_job_runs_again_is_none(end_of, ticket, worker, again):
+    again(worker, ticket.job_id)
     with pytest.raises(ResultTimeout):
         end_of(ticket, timeout_s=0)
     worker.finish(ticket.job_id, text="second try")
     assert end_of(ticket).text == "second try"
-
-
-def test_a_job_that_was_requeued_after_a_failure_is_waited_for_again(end_of, ticket, worker):
-    worker.fail(ticket.job_id, "EngineFailed: x")
-    worker.job(ticket.job_id).requeue()
-    with pytest.raises(ResultTimeout):
-        end_of(ticket, timeout_s=0)
-    worker.finish(ticket.job_id, text="now")
-    assert end_of(ticket).text == "now"
 
 
 def test_a_job_written_and_ended_in_another_language_is_read_like_our_own(producer, connection, worker):

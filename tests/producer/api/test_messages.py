@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from anthropic.types import Message, RawMessageStreamEvent
+from anthropic.types import RawMessageStreamEvent
 from anthropic.types import message_create_params as params
 from anthropic.types.beta import message_count_tokens_params as beta_count_params
 from anthropic.types.beta import message_create_params as beta_params
@@ -323,17 +323,6 @@ def test_what_no_model_here_can_read_is_refused_by_name(messages, why):
 
 def answer(endpoint=MESSAGES, **fields):
     return endpoint.answer([GenerationResult.model_validate({**result_fields("j"), **fields})], 1, {})
-
-
-def test_an_answer_has_its_blocks_in_order_and_the_counts_of_what_was_cached():
-    parts = {"text": "raw", "answer": "I look.", "reasoning": "hm", "tool_calls": [CALL], "finish_reason": "tool_calls"}
-    found = Message.model_validate(answer(**parts), strict=True)
-    assert [block.type for block in found.content] == ["thinking", "text", "tool_use"]
-    assert found.content[2].input == {"city": "Rome"}
-    assert (found.id, found.model, found.stop_reason, found.stop_sequence) == ("msg_j", "scripted", "tool_use", None)
-    usage = found.usage
-    assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (6, 4, 2)
-    assert usage.cache_creation_input_tokens == 0
 
 
 def test_the_reasons_to_stop_are_anthropics():

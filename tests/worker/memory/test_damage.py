@@ -132,28 +132,25 @@ def test_a_block_that_the_agent_never_had_is_no_miss(agent: Agent) -> None:
     assert agent.store.misses == {}
 
 
-def test_another_block_at_a_blocks_address_is_foreign_and_never_loaded(agent: Agent, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("whose", "left", "reason"),
+    [
+        ("another block", 256, "block_foreign"),
+        ("another agent's tail", 512, "tail_foreign"),
+        ("another model's block", 0, "block_foreign"),
+    ],
+)
+def test_another_piece_in_the_place_of_one_is_foreign_and_never_loaded(
+    agent: Agent, tmp_path: Path, whose: str, left: int, reason: str
+) -> None:
     first, second = blocks_of(agent, tmp_path)
-    shutil.copy(first, second)
-    restored = agent.restore(NEXT)
-    assert restored.prefix is not None
-    assert (restored.prefix.n_tokens, restored.miss_reason) == (256, "block_foreign")
-    assert not second.exists()
-
-
-def test_another_agents_tail_is_foreign_and_never_loaded(agent: Agent) -> None:
-    shutil.copy(tail_of(agent, "neighbour"), tail_of(agent))
-    restored = agent.restore(NEXT)
-    assert restored.prefix is not None
-    assert (restored.prefix.n_tokens, restored.miss_reason) == (512, "tail_foreign")
-
-
-def test_another_models_block_is_foreign_and_never_loaded(agent: Agent, tmp_path: Path) -> None:
     Agent(agent.store, "agent of b", model=make_model("b")).say(LONG[:256])
-    (other,) = (tmp_path / "blocks" / make_model("b").fingerprint[:16]).rglob("*.safetensors")
-    shutil.copy(other, blocks_of(agent, tmp_path)[0])
-    assert agent.restore(NEXT).miss_reason == "block_foreign"
-    assert agent.cached(NEXT) == 0
+    (of_b,) = (tmp_path / "blocks" / make_model("b").fingerprint[:16]).rglob("*.safetensors")
+    pieces = {0: (of_b, first), 256: (first, second), 512: (tail_of(agent, "neighbour"), tail_of(agent))}
+    shutil.copy(*pieces[left])
+    restored = agent.restore(NEXT)
+    assert (restored.prefix.n_tokens if restored.prefix else 0, restored.miss_reason) == (left, reason)
+    assert not pieces[left][1].exists()
 
 
 def test_the_agents_own_block_serves_when_the_prompts_is_damaged(agent: Agent, tmp_path: Path) -> None:

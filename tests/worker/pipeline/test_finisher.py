@@ -185,44 +185,25 @@ def test_a_job_that_was_alone_in_a_broken_engine_is_marked(
     assert len(scene.queue.given_back) == n_running + 1
 
 
-def test_shared_blocks_that_cannot_be_written_fail_no_job(
-    scene: Scene, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("session", "n_tokens"), [(None, 512), ("s", 701)])
+def test_cache_for_later_jobs_is_kept_before_the_job_ends_and_fails_none_if_it_cannot_be_written(
+    scene: Scene, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, session: str | None, n_tokens: int
 ) -> None:
     saved = []
 
-    def save_blocks(token_ids: tuple[int, ...], cache: SequenceCache, *, model: object, salt: str | None) -> None:
-        saved.append((len(token_ids), cache.n_tokens, salt))
+    def refuse(*args: Any, salt: str | None, **others: Any) -> None:
+        saved.append((*map(len, args[:-1]), args[-1].n_tokens, salt, scene.queue.state("job")))
         raise OSError("disk full")
 
-    monkeypatch.setattr(scene.store, "save_blocks", save_blocks)
-    job = Job(claimed(scene.queue, job_id="job"), None, Prompt(tuple(range(700)), None, "p"))
-    job.restored = Restored(None, "none", to_share=512)
-    job.salt = "tenant"
+    for name in ("save_blocks", "save_session"):
+        monkeypatch.setattr(scene.store, name, refuse)
+    request = build_request({"prompt": "p", **({"session": session} if session else {})})
+    job = Job(claimed(scene.queue, job_id="job"), None, Prompt(tuple(range(700)), None, "p"), filled_in=request)
+    job.restored, job.salt = Restored(None, "none", to_share=512), "tenant"
     with caplog.at_level(logging.INFO):
         scene.finisher.put(job, generated(cache=SequenceCache(701, ())))
         scene.wait_for_release()
-    assert saved == [(512, 701, "tenant")]
-    assert scene.queue.state("job") == "finished"
-    assert "its blocks are not saved: OSError: disk full" in caplog.text
-
-
-def test_a_call_of_a_session_is_kept_before_its_job_ends_and_fails_no_job(
-    scene: Scene, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved = []
-
-    def save_session(session: str, token_ids: tuple[int, ...], cache: SequenceCache, **about: Any) -> None:
-        saved.append((session, len(token_ids), about["prompt_tokens"], about["salt"], scene.queue.state("job")))
-        raise OSError("disk full")
-
-    monkeypatch.setattr(scene.store, "save_session", save_session)
-    request = build_request({"prompt": "p", "session": "s"})
-    job = Job(claimed(scene.queue, job_id="job"), None, Prompt(tuple(range(700)), None, "p"), filled_in=request)
-    with caplog.at_level(logging.INFO):
-        done = generated(cache=SequenceCache(701, ()))
-        scene.finisher.put(job, done)
-        scene.wait_for_release()
-    assert saved == [("s", 701, 700, None, "started")]
+    assert saved == [(*([1] if session else []), n_tokens, 701, "tenant", "started")]
     assert scene.queue.state("job") == "finished"
     assert "its blocks are not saved: OSError: disk full" in caplog.text
 
