@@ -1,10 +1,13 @@
-"""The engine's pure policies: the cost of a batch, its width, and the prefill of a step."""
+"""The engine's pure policies: the cost of a batch, its width, the prefill of a step, and who waits."""
+
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker_worker.engine.kv_memory import KVCost
+from stoker_worker.engine.scheduler import WaitingSequences
 from stoker_worker.engine.step_limits import BatchWidth, PrefillBudget
 from stoker_worker.ports.cache_spec import ArraySpec, LayerKind, LayerSpec, ModelCacheSpec
 
@@ -135,3 +138,14 @@ def test_chunks_follow_the_machine_and_stay_within_their_bounds():
     assert fast[:4] == [64, 256, 1024, 1024]
     slow, _ = simulate(decoding=0, wanting=1, token_s=1.0)
     assert slow[-1] == 16
+
+
+# --- waiting sequences ---
+
+
+def test_sequences_run_in_the_order_they_were_submitted_also_after_a_preemption():
+    waiting = WaitingSequences()
+    for uid in (3, 1, 2):
+        waiting.add(SimpleNamespace(uid=uid))
+    assert [waiting.take(lambda one: True).uid for _ in range(3)] == [1, 2, 3]
+    assert waiting.take(lambda one: True) is None
