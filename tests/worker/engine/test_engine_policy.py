@@ -1,6 +1,7 @@
 """The engine's pure policies: the cost of a batch, its width, the prefill of a step, and who waits."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -98,6 +99,17 @@ def test_a_sequence_that_fails_alone_clears_the_width_of_blame(n):
     assert (width.now, width.most) == (8, 8)
 
 
+def test_the_blame_of_one_sequence_keeps_the_failures_of_others_on_record():
+    width = BatchWidth(8)
+    width.broke([1, 2, 3])
+    width.broke([4, 5, 6])
+    width.blame(7)
+    assert width.most == 2
+    width.broke([7, 8])
+    width.blame(7)
+    assert width.most == 2
+
+
 # --- prefill budget ---
 
 
@@ -144,7 +156,7 @@ def test_chunks_follow_the_machine_and_stay_within_their_bounds():
 
 
 def test_sequences_run_in_the_order_they_were_submitted_also_after_a_preemption():
-    waiting = WaitingSequences()
+    waiting: Any = WaitingSequences()
     for uid in (3, 1, 2):
         waiting.add(SimpleNamespace(uid=uid))
     assert [waiting.take(lambda one: True).uid for _ in range(3)] == [1, 2, 3]

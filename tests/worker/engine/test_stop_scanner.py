@@ -70,3 +70,13 @@ def test_a_stop_string_of_the_first_tokens_does_not_count_and_a_later_one_does()
     scanner = StopScanner(ScriptedTokenizer(), ["longer than ab", "ab"], min_tokens=2)
     assert [scanner.add(byte) for byte in b"abcab"] == [False] * 4 + [True]
     assert (scanner.cut(), scanner.found) == (("abc", 3, ""), "ab")
+
+
+def test_a_token_that_completes_several_stop_strings_is_cut_at_the_earliest():
+    class OneToken(ScriptedTokenizer):
+        def decode(self, token_ids):
+            return "one two three" if token_ids else ""
+
+    scanner = StopScanner(OneToken(), ["three", "two"])
+    assert scanner.add(0)
+    assert (scanner.cut()[0], scanner.found) == ("one ", "two")

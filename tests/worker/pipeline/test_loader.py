@@ -21,6 +21,7 @@ from stoker_shared.errors import (
     AgentVersionConflict,
     EngineFailed,
     InvalidRequest,
+    WorkerLostTooOften,
 )
 from stoker_worker.pipeline.job import (
     NOTHING_RESTORED,
@@ -85,6 +86,27 @@ def test_a_job_generates_with_the_workers_defaults_and_one_that_they_contradict_
     scene.loader.join(TIMEOUT_S)
 
 
+def lost(scene: Scene, agent_id: str, *, alone: int, among_others: int) -> None:
+    """Load a job that lost this many workers."""
+    job_id = f"job-{agent_id}"
+    scene.queue.enqueue(job_id=job_id, agent_id=agent_id)
+    entry = scene.queue.entries[job_id]
+    entry.lost, entry.losses_alone = alone + among_others, alone
+    (job,) = scene.queue.claim(1, Busy())
+    scene.loader.put(Job(job))
+    job.release()
+
+
+def test_a_job_is_failed_only_for_worker_losses_while_it_ran_alone(scene: Scene) -> None:
+    lost(scene, "innocent", alone=2, among_others=1)
+    lost(scene, "poison", alone=3, among_others=0)
+    scene.loader.start()
+    assert scene.engine.next().job_id == "job-innocent"
+    job, outcome = scene.finisher.next()
+    assert isinstance(outcome, Failed)
+    assert (job.job_id, type(outcome.error)) == ("job-poison", WorkerLostTooOften)
+
+
 def save(scene: Scene, job: Job, text: str) -> None:
     transcript = Transcript((1, 2), MODEL.tokenizer_fingerprint, None, text, "eos")
     delivery = job.claimed.delivery
@@ -136,6 +158,16 @@ def test_a_turn_that_may_have_been_made_is_not_made_again(scene: Scene, monkeypa
     assert isinstance(found["full"], Job)
 
 
+def test_an_agent_that_cannot_be_read_is_only_replaced(scene: Scene) -> None:
+    save(scene, scene.put("a", job_id="first"), "done")
+    save(scene, Job(claimed(scene.queue, "b", job_id="second")), "more")
+    scene.store.mark_unsaved("a")
+    found = outcomes(scene)
+    assert isinstance(found["append"], AgentTranscriptUnreadable)
+    assert found["full"].agent.number == 2
+    assert found["first"] == Replayed({"text": "done"})  # its turn is saved, whatever happened since
+
+
 def test_a_job_that_uses_no_memory_asks_for_none(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     def ask(*args: Any) -> None:
         raise EngineFailed("asked")
@@ -159,6 +191,22 @@ def test_a_job_cancelled_before_it_is_loaded_never_reaches_the_engine(scene: Sce
     assert isinstance(late, Failed)
     assert str(late.error) == "the job's timeout passed after 0 generated tokens"
     assert scene.engine.jobs.empty()
+
+
+def test_a_damaged_store_costs_one_job(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = scene.store.open_agent
+
+    def open_agent(agent_id: str) -> object:
+        if agent_id == "damaged":
+            raise ZeroDivisionError("whatever it is")
+        return real(agent_id)
+
+    monkeypatch.setattr(scene.store, "open_agent", open_agent)
+    scene.put("damaged")
+    scene.put("sound")
+    scene.loader.start()
+    assert scene.engine.next().job_id == "job-sound"
+    assert isinstance(scene.finisher.next()[1], Failed)
 
 
 def test_a_sequence_shares_its_beginning_only_with_those_that_share_its_blocks(scene: Scene) -> None:
