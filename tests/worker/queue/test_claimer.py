@@ -171,17 +171,17 @@ def test_a_quarantined_job_that_was_removed_is_not_claimed(connection, claimer, 
 
 
 def test_the_agents_of_waiting_jobs_are_known_without_a_command(connection, claimer, submit):
-    assert claimer.agents() == frozenset()
+    assert claimer.waiting.lines.agents() == frozenset()
     _, _, _, c1 = submit("a", "a", "b", "c")
     connection.rpush("rq:queue:generate", "no-hash")
     claim(claimer, busy=["b"], limit=1)
     claim(claimer, busy=["a", "b", "c"])
-    before = claimer.agents()
+    before = claimer.waiting.lines.agents()
     assert before == {"a", "b", "c"}
     claim(claimer, busy=["a", "b", "c"])
-    assert claimer.agents() is before
+    assert claimer.waiting.lines.agents() is before
     assert claim(claimer, busy=["a", "b"]) == [c1]
-    assert claimer.agents() == {"a", "b"}
+    assert claimer.waiting.lines.agents() == {"a", "b"}
 
 
 def test_the_agents_of_an_emptied_queue_are_forgotten(connection, claimer, submit):
@@ -189,7 +189,7 @@ def test_the_agents_of_an_emptied_queue_are_forgotten(connection, claimer, submi
     claim(claimer, busy=["a", "b"])
     connection.delete("rq:queue:generate")
     assert claim(claimer) == []
-    assert claimer.agents() == frozenset()
+    assert claimer.waiting.lines.agents() == frozenset()
 
 
 def test_jobs_added_at_either_end_after_the_first_claim_are_claimed_in_order(connection, claimer, submit):
@@ -264,7 +264,7 @@ def test_the_agent_of_another_producers_job_is_read_from_its_request(connection,
     connection.hset("rq:job:four-commands", "data", '["x", null, [], {"request": {"agent_id": "four"}}]')
     connection.rpush("rq:queue:generate", "four-commands")
     assert claim(claimer) == [plain[0], ours, "four-commands"]
-    assert claimer.agents() == {"plain"}
+    assert claimer.waiting.lines.agents() == {"plain"}
 
 
 def test_an_id_enqueued_again_while_it_waits_has_the_agent_in_its_new_hash(connection, producer, claimer):
@@ -308,7 +308,7 @@ def test_the_stored_agent_of_an_id_enqueued_again_for_another_agent_is_ignored(c
     plain.enqueue_call(TASK_PATH, kwargs={"request": {"agent_id": "b", "prompt": "x"}}, job_id=job_id)
     assert connection.hget(f"rq:job:{job_id}", "stoker_agent").endswith(b" a")
     claimer.read_ahead(0, Busy())
-    assert claimer.agents() == {"b"}
+    assert claimer.waiting.lines.agents() == {"b"}
 
 
 def test_requests_are_not_read_if_the_producer_stored_the_agent_in_the_hash(connection, claimer, submit):
@@ -316,7 +316,7 @@ def test_requests_are_not_read_if_the_producer_stored_the_agent_in_the_hash(conn
     for job_id in (a, b):
         connection.hset(f"rq:job:{job_id}", "data", b"nobody can read this")
     claim(claimer, limit=0)
-    assert claimer.agents() == {"a", "\u00fc \U0001f642/.."}
+    assert claimer.waiting.lines.agents() == {"a", "\u00fc \U0001f642/.."}
 
 
 def test_no_more_than_one_large_request_is_read_at_once(connection, claimer, monkeypatch):
@@ -326,14 +326,14 @@ def test_no_more_than_one_large_request_is_read_at_once(connection, claimer, mon
         request = {"agent_id": name, "prompt": "x" * (900 if "large" in name else 9)}
         connection.hset(f"rq:job:{name}", "data", json.dumps(["x", None, [], {"request": request}]))
         connection.rpush("rq:queue:generate", name)
-    replies, real = [], claimer._view._read_at
+    replies, real = [], claimer.view._read_at
 
     def noting(**words):
         replies.append(real(**words))
         return replies[-1]
 
-    monkeypatch.setattr(claimer._view, "_read_at", noting)
-    while len(claimer.agents()) < len(names):
+    monkeypatch.setattr(claimer.view, "_read_at", noting)
+    while len(claimer.waiting.lines.agents()) < len(names):
         claim(claimer, limit=0)
     assert all(len(found) == 1 or sum(map(len, found)) <= 1000 for found, *_ in replies)
     assert len(replies) < 15
@@ -353,7 +353,7 @@ def test_the_claimer_reports_whether_every_waiting_job_was_read(producer, claime
     assert 2 < looks < 20
     submit("other")
     claim(claimer, limit=0)
-    assert claimer.agents() == {"heavy", "other"}
+    assert claimer.waiting.lines.agents() == {"heavy", "other"}
 
 
 @pytest.mark.parametrize("nth", [0, 30, 59])

@@ -50,7 +50,7 @@ def claim(queue, busy=()):
 def claims_nothing(queue):
     """Whether a claim finds nothing, nor any id that was pushed more than once."""
     for _ in range(5):
-        queue._claim_order.claimers["generate"]._view._may_start_over.make_due()
+        queue._claim_order.claimers["generate"].view._may_start_over.make_due()
         assert claim(queue) == []
     return queue.is_empty()
 

@@ -99,7 +99,7 @@ def test_stored_memory_use_of_an_unknown_form_is_ignored(connection, producer, l
             is_at_hand=NO_STORE.is_at_hand,
         )
         fresh.read_ahead(1, Busy())
-        assert fresh.agents() == {agent}
+        assert fresh.waiting.lines.agents() == {agent}
 
 
 @pytest.mark.parametrize("use", [{}, {"cache": "read"}, {"context": "append"}, {"context": "append", "cache": "read"}])

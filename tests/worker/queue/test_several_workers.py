@@ -41,7 +41,7 @@ def test_jobs_that_others_took_are_not_looked_for_and_the_queue_is_not_read_anew
     a, b = join("a"), join("b")
     submit(*(f"agent {n}" for n in range(300)))
     assert b.claim(0, Busy()) == []
-    view = b._claim_order.claimers["generate"]._view
+    view = b._claim_order.claimers["generate"].view
     while view.has_unread:
         b.claim(0, Busy())
     monkeypatch.setattr(view, "_start_over", lambda: pytest.fail("read anew"))
@@ -182,7 +182,7 @@ def test_a_new_agent_whose_job_was_given_back_unseen_keeps_its_order(join, submi
     first, second = submit("x", "x")
     jobs = claim(a, limit=1)
     assert claim(b) == []
-    view = b._claim_order.claimers["generate"]._view
+    view = b._claim_order.claimers["generate"].view
     monkeypatch.setattr(view, "_look", lambda: None)  # b has looked, and sleeps
     give_back(jobs, counts_as_attempt=False)
     a.sign_off()

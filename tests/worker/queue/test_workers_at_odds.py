@@ -13,7 +13,7 @@ pytestmark = pytest.mark.server
 
 
 def view_of(queue):
-    return queue._claim_order.claimers["generate"]._view
+    return queue._claim_order.claimers["generate"].view
 
 
 # --- what a look does not see ---

@@ -143,8 +143,8 @@ class Claimer:
         self._worker_name = registration.name
         self._about = json.dumps(_about(queue_name, lease, placement, registration))
         self._claim = connection.register_script(FRAGMENT + lua("fields", "claim"))
-        self._view = QueueView(connection, queue_name, is_at_hand, is_shared=bool(lease.shared))
-        self.waiting = self._view.waiting
+        self.view = QueueView(connection, queue_name, is_at_hand, is_shared=bool(lease.shared))
+        self.waiting = self.view.waiting
         self._passed_at: dict[str, float] = {}
         self._elsewhere: dict[str, float] = {}
         self._idle_at = -inf  # when a claim left a place free
@@ -153,27 +153,18 @@ class Claimer:
     def read_ahead(self, limit: int, busy: Busy) -> None:
         """As `QueueView.read_ahead`."""
         self._has_untried = False
-        self._view.read_ahead(limit, busy)
-
-    @property
-    def is_suspended(self) -> bool:
-        """As `QueueView.is_suspended`."""
-        return self._view.is_suspended
+        self.view.read_ahead(limit, busy)
 
     @property
     def has_unread(self) -> bool:
         """As `QueueView.has_unread`; also if the last claim found only jobs so far that are not ours to claim."""
-        return self._view.has_unread or self._has_untried
+        return self.view.has_unread or self._has_untried
 
     def elsewhere(self) -> Iterable[str]:
         """The ids that another worker ran at the last try, which is not long ago."""
         now = time.monotonic()
         self._elsewhere = {job_id: until for job_id, until in self._elsewhere.items() if until > now}
         return self._elsewhere
-
-    def agents(self) -> frozenset[str]:
-        """The agents of the waiting jobs that were read and may be claimed here; the same object until they change."""
-        return self.waiting.lines.agents()
 
     def claim(self, limit: int, busy: Busy) -> list[Granted]:
         """Take up to `limit` jobs out of the queue, which may run beside what is busy, none of them quarantined.
@@ -207,10 +198,6 @@ class Claimer:
                 return job_id
             self.waiting.discard(job_id)
         return None
-
-    def correct(self, job_id: str, use: MemoryUse, *, quarantined: bool) -> None:
-        """As `QueueView.correct`."""
-        self._view.correct(job_id, use, quarantined=quarantined)
 
     def look_around(self, ready: Container[str]) -> None:
         """Take back the lines that need not wait any more.
@@ -446,7 +433,7 @@ class ClaimOrder:
 
     def waiting_agents(self) -> frozenset[str]:
         """The agents of the waiting jobs that were read; the same object until they change, if one queue has any."""
-        waiting = [agents for claimer in self.claimers.values() if (agents := claimer.agents())]
+        waiting = [agents for claimer in self.claimers.values() if (agents := claimer.waiting.lines.agents())]
         return waiting[0] if len(waiting) == 1 else frozenset().union(*waiting)
 
     def place_of(self, agent_id: str) -> tuple[int, int]:
@@ -470,7 +457,7 @@ class ClaimOrder:
         self.has_claimed = True
         for claimer in self.claimers.values():
             claimer.read_ahead(limit, busy)
-        self.is_suspended = any(claimer.is_suspended for claimer in self.claimers.values())
+        self.is_suspended = any(claimer.view.is_suspended for claimer in self.claimers.values())
         if self.is_suspended:
             return
         if limit > 0 and not self._in_flight and self._claim_quarantined(busy, claimed):
@@ -530,7 +517,7 @@ class ClaimOrder:
         is_misread = job.memory_use != granted.use
         if is_misread or beside.bars(job.memory_use) or (is_quarantined and self._in_flight):
             # The job has changed since it was read, or its producer's note is wrong. It waits until it may run.
-            self.claimers[name].correct(job.job_id, job.memory_use, quarantined=is_quarantined)
+            self.claimers[name].view.correct(job.job_id, job.memory_use, quarantined=is_quarantined)
             job.give_back(counts_as_attempt=False)
         else:
             self._in_flight.add(job)

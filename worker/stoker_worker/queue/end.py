@@ -22,10 +22,10 @@ from typing import Any, Final, Literal, cast
 from redis import Redis
 from redis.client import Pipeline
 from redis.exceptions import DataError, RedisError, ResponseError, WatchError
-from rq.executions import WORKER_EXECUTIONS_KEY_TEMPLATE, Execution, ExecutionRegistry
+from rq.executions import Execution
 from rq.job import Job, JobStatus
 from rq.queue import Queue
-from rq.registry import FailedJobRegistry, StartedJobRegistry
+from rq.registry import FailedJobRegistry
 from rq.repeat import Repeat
 from rq.results import Result
 from rq.serializers import JSONSerializer
@@ -48,7 +48,7 @@ from stoker_worker.ports import ClaimedJob
 from stoker_worker.queue.cascade import CheckOutcome, count, move, verdict_after, verdict_on
 from stoker_worker.queue.client import as_redis_unavailable, lua
 from stoker_worker.queue.in_flight import JobsInFlight
-from stoker_worker.queue.json_job import OF_THE_RUN, JobRun, JsonJob, raw
+from stoker_worker.queue.json_job import OF_THE_RUN, JobRun, JsonJob, keys_of, raw
 from stoker_worker.queue.lease import Lease
 from stoker_worker.queue.ownership import Ownership, RunEnd
 from stoker_worker.queue.progress import JobStreams, ProgressMeta, read_meta, without_progress
@@ -68,6 +68,8 @@ FOREIGN_ID: Final = InvalidRequest(
 _OF_THE_DATA: Final = re.compile(r"\bWRONGTYPE\b|\b(hash )?value is (not|out of)\b|\binvalid expire\b")
 
 _TTL: Final = re.compile(r"-1|[0-9]{1,9}")  # anybody may write anything
+
+_FIELDS: Final = (FIELD_ATTEMPTS, FIELD_LOST_ALONE, FIELD_DELIVERY)
 
 Outcome = Literal["requeued", "waits", "ended"]
 
@@ -121,33 +123,13 @@ class Requeue:
             return pipeline.execute().count(b"requeued")
 
     def _run(self, claim: Claim, client: Redis, *, counts_as_attempt: bool) -> Any:
+        execution = claim.execution or Execution("", claim.job_id, self._connection, "")
+        member = execution.composite_key if claim.execution else ""
         queue_key = Queue(claim.queue, connection=self._connection).key
-        execution = claim.execution
-        member = execution.composite_key if execution else ""
-        keys: list[str | bytes] = [
-            queue_key,
-            claim.left_in or queue_key,  # each key has to be one that the worker's user may use
-            StartedJobRegistry(claim.queue, connection=self._connection).key,
-            raw(Job.key_for(claim.job_id)),
-            execution.key if execution else queue_key,
-            raw(ExecutionRegistry(claim.job_id, connection=self._connection).key),
-            WORKER_EXECUTIONS_KEY_TEMPLATE.format(execution.worker_name if execution else ""),
-            self._lease.keys[0],
-        ]
-        args: list[str | bytes | int] = [
-            raw(claim.job_id),
-            member,
-            execution.id if execution else "",
-            int(counts_as_attempt),
-            FIELD_ATTEMPTS,
-            self._lease.value,
-            Queue.redis_queue_namespace_prefix,
-            FIELD_DELIVERY,
-            claim.queue,
-            FIELD_LOST_ALONE,
-            int(claim.alone),
-            int(bool(claim.left_in)),
-        ]
+        # Each key has to be one that the worker's user may use.
+        keys = [queue_key, claim.left_in or queue_key, *keys_of(claim.queue, execution), self._lease.keys[0]]
+        counts: list[str | bytes | int] = [int(counts_as_attempt), int(claim.alone), int(bool(claim.left_in))]
+        args = [raw(claim.job_id), member, execution.id, claim.queue, self._lease.value, *counts, *_FIELDS]
         return self._script(keys=keys, args=args, client=client)
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
-from rq.executions import Execution
+from rq.executions import Execution, ExecutionRegistry
 from rq.job import Job, JobStatus
+from rq.registry import StartedJobRegistry
 from rq.serializers import JSONSerializer
 from rq.utils import str_to_date
 
@@ -295,6 +296,13 @@ READ_FIELDS: Final = (b"data", b"meta", *_FORMS, *_SEEN, *(name.encode() for nam
 """The fields that are read. Nothing here needs an old result or failure, which may unpack to gigabytes."""
 
 
+def keys_of(queue: str, execution: Execution) -> list[bytes]:
+    """The keys of a run: job, execution, and where it is entered: for its queue, its job and its worker."""
+    connection, job_id = execution.connection, execution.job_id
+    wip, of_job = StartedJobRegistry(queue, connection=connection), ExecutionRegistry(job_id, connection=connection)
+    return [*map(raw, (Job.key_for(job_id), execution.key, wip.key, of_job.key, execution.worker_executions_key))]
+
+
 @dataclass(frozen=True)
 class JobRun:
     """RQ's record of the job, and of this execution of it.
@@ -306,3 +314,8 @@ class JobRun:
     job: JsonJob
     execution: Execution
     writes: Writes | None = None
+
+    @property
+    def keys(self) -> list[bytes]:
+        """As `keys_of`."""
+        return keys_of(self.job.origin, self.execution)

@@ -17,7 +17,6 @@ from typing import Any, Final, Literal, cast
 
 from redis import Redis
 from redis.exceptions import ResponseError
-from rq.executions import ExecutionRegistry
 from rq.queue import Queue
 from rq.utils import now, str_to_date, utcformat
 
@@ -122,15 +121,8 @@ class Ownership:
 
     def let_go(self, run: JobRun) -> None:
         """Remove the rest of our run of a job that is not ours any more; the job's own state is not ours to write."""
-        rq_job, execution = run.job, run.execution
-        keys = [
-            *self._keys(run),
-            rq_job.started_job_registry.key,
-            ExecutionRegistry(rq_job.id, connection=self._connection).key,
-            execution.worker_executions_key,
-        ]
-        args = [*self.lease.args, execution.composite_key, execution.id]
-        self._let_go(keys=keys, args=[*args, *OF_THE_RUN])
+        about = [run.execution.composite_key, run.execution.id, *OF_THE_RUN]
+        self._let_go(keys=[*self.lease.keys, *run.keys], args=[*self.lease.args, *about])
 
     def _keys(self, run: JobRun) -> list[str]:
         return [*self.lease.keys, run.job.key, run.execution.key]

@@ -9,8 +9,8 @@ is done, so nobody takes one of its agents before that agent's jobs are in the q
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Final, cast
 
 from redis import Redis
@@ -32,22 +32,8 @@ log = logging.getLogger(__name__)
 _ENTRY: Final = re.compile(rb"[A-Za-z0-9_-]+:[A-Za-z0-9_-]+")
 
 
-@dataclass(frozen=True)
-class Started:
-    """The executions of some queues as they were at one moment, with the queue of each."""
-
-    executions: tuple[tuple[str, Execution], ...]
-
-    def members(self) -> frozenset[str]:
-        """The members that have one. RQ's own rules decide about a stock worker's."""
-        names = (execution.worker_name for _, execution in self.executions)
-        return frozenset(member_of(name) for name in names if name.startswith(NAME_PREFIX))
-
-    def of(self, member: str) -> Iterator[tuple[str, Execution]]:
-        for queue, execution in self.executions:
-            name = execution.worker_name
-            if name.startswith(NAME_PREFIX) and member_of(name) == member:
-                yield queue, execution
+Started = Sequence[tuple[str, Execution]]
+"""The executions of some queues as they were at one moment, with the queue of each."""
 
 
 class Recoverer:
@@ -73,7 +59,10 @@ class Recoverer:
         found = self._orphans(lease.member, started, own_ids)
         recovered = self._put_back(self._requeue, [*found, *self._nobodys(queues, started)])
         lease.settle()
-        unknown = started.members() - members.everybody - {lease.member}
+        names = (execution.worker_name for _, execution in started)
+        # RQ's own rules decide about a stock worker's.
+        owners = frozenset(member_of(name) for name in names if name.startswith(NAME_PREFIX))
+        unknown = owners - members.everybody - {lease.member}
         dead, members.dead = members.dead, ()  # the next look finds whoever could not be buried now
         recovered += sum(self._bury(name, lease.queues) for name in unknown)
         recovered += sum(self._bury(member.name, member.queues) for member in dead)
@@ -103,7 +92,7 @@ class Recoverer:
 
     def _started(self, queues: Iterable[str]) -> Started:
         """Two round trips for each queue."""
-        return Started(tuple((queue, execution) for queue in queues for execution in self._executions(queue)))
+        return [(queue, execution) for queue in queues for execution in self._executions(queue)]
 
     def _orphans(self, member: str, started: Started, own_ids: frozenset[str] = frozenset()) -> list[Claim]:
         """A member's jobs in flight that no worker runs.
@@ -112,25 +101,27 @@ class Recoverer:
             own_ids: the executions that this worker knows of. A claim whose connection broke may have begun another.
         """
         found: list[Claim] = []
-        for queue, execution in started.of(member):
-            if execution.worker_name != self._lease.worker_name:
+        for queue, execution in started:
+            name = execution.worker_name
+            if not name.startswith(NAME_PREFIX) or member_of(name) != member:
+                continue
+            if name != self._lease.worker_name:
                 found.append(Claim(execution.job_id, queue, execution, worker_lost=True))
             elif execution.id not in own_ids:
                 found.append(Claim(execution.job_id, queue, execution))
         beside = Counter(_owner(orphan) for orphan in found)
-        found = [replace(orphan, alone=beside[_owner(orphan)] == 1) for orphan in found]
-        return found
+        return [replace(orphan, alone=beside[_owner(orphan)] == 1) for orphan in found]
 
     def _nobodys(self, queues: Iterable[str], started: Started) -> list[Claim]:
         """Jobs in flight of which it is not known whose they are, and ids that RQ's own dequeue has left."""
         found = [
             Claim(execution.job_id, queue, execution, worker_lost=True)
-            for queue, execution in started.executions
+            for queue, execution in started
             if execution.worker_name == ""
         ]
         for queue in queues:
             key = IntermediateQueue.get_intermediate_queue_key(Queue(queue, connection=self._connection).key)
-            running = {execution.job_id for name, execution in started.executions if name == queue}
+            running = {execution.job_id for name, execution in started if name == queue}
             left = map(text, cast(list[bytes], self._connection.lrange(key, 0, -1)))
             found += [Claim(job_id, queue, None, left_in=key) for job_id in left if job_id not in running]
         return found

@@ -17,7 +17,6 @@ from typing import Any, Final, Literal
 from redis import Redis
 from rq import worker_registration
 from rq.command import parse_payload
-from rq.executions import ExecutionRegistry
 from rq.job import Job
 from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
@@ -150,17 +149,10 @@ class RqRegistration(BaseWorker):
 
     def beat_execution(self, connection: Redis, run: JobRun) -> None:
         """RQ's `Execution.heartbeat`, for an execution that still exists. `connection`: as for `beat`."""
-        rq_job, execution = run.job, run.execution
-        execution.last_heartbeat = rq_job.last_heartbeat = moment = now()
-        keys = [
-            execution.key,
-            rq_job.started_job_registry.key,
-            ExecutionRegistry(rq_job.id, connection=connection).key,
-            rq_job.key,
-            execution.worker_executions_key,
-        ]
+        execution, moment = run.execution, now()
+        execution.last_heartbeat = run.job.last_heartbeat = moment
         args: list[str | int | float] = [execution.id, execution.composite_key, self.execution_ttl_s]
-        self._beat_script(keys=keys, args=[*args, moment.timestamp(), utcformat(moment)], client=connection)
+        self._beat_script(keys=run.keys, args=[*args, moment.timestamp(), utcformat(moment)], client=connection)
 
     def _presence(self) -> dict[str, Any]:
         serving = asdict(self.serving) if self.serving else dict.fromkeys(field.name for field in fields(Serving))

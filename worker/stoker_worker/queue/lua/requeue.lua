@@ -1,11 +1,13 @@
 -- After delivery.lua. Puts a job back at the front of its queue. A worker that lost its lease writes nothing: its jobs
 -- are the new holder's to put back. Nothing is written either unless the id is still in the list in which RQ's dequeue
--- has left it, or in the registry of started jobs. So the script may run twice, or after somebody else finished, canceled or deleted the
--- job, and changes nothing then. Every loss but the first counts as a loss alone, because a quarantined job runs alone.
-if redis.call('GET', KEYS[8]) ~= ARGV[6] then return 'ended' end
-local queue, left_in, wip, job = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local job_id, member, execution_id, counts = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
-local left = ARGV[12] == '1' and redis.call('LREM', left_in, 1, job_id) or 0
+-- has left it, or in the registry of started jobs. So the script may run twice, or after somebody else finished,
+-- canceled or deleted the job, and changes nothing then. Every loss but the first counts as a loss alone, because a
+-- quarantined job runs alone.
+if redis.call('GET', KEYS[8]) ~= ARGV[5] then return 'ended' end
+local queue, left_in, job, execution, wip, of_job, of_worker = unpack(KEYS, 1, 7)
+local job_id, member, execution_id, origin = unpack(ARGV, 1, 4)
+local counts, alone, was_left, losses, losses_alone, its_delivery = unpack(ARGV, 6, 11)
+local left = was_left == '1' and redis.call('LREM', left_in, 1, job_id) or 0
 local started = member ~= '' and redis.call('ZSCORE', wip, member)
 local status = redis.pcall('HGET', job, 'status') -- an error, which is no status, if the key is no hash
 if left == 0 and not started then
@@ -13,16 +15,16 @@ if left == 0 and not started then
 end
 local runs = status == 'started' or status == 'queued'
 if started and status == 'queued' then -- its id was enqueued again while it ran
-  local named = ARGV[7] .. (redis.call('HGET', job, 'origin') or '')
+  local named = 'rq:queue:' .. (redis.call('HGET', job, 'origin') or '')
   local waits = redis.call('LPOS', named, job_id)
-  local ran = redis.call('HGET', KEYS[5], ARGV[8])
+  local ran = redis.call('HGET', execution, its_delivery)
   if waits and ran and ran ~= delivery(job) then
     runs = false -- another delivery, which keeps its own place
-    redis.call('HDEL', job, ARGV[5], ARGV[10])
+    redis.call('HDEL', job, losses, losses_alone)
   else
     redis.call('LREM', named, 0, job_id)
     redis.call('LREM', queue, 0, job_id)
-    redis.call('HSET', job, 'origin', ARGV[9])
+    redis.call('HSET', job, 'origin', origin)
   end
 end
 local function count(field)
@@ -31,12 +33,12 @@ local function count(field)
   redis.call('HSET', job, field, n)
   return n
 end
-if runs and started and counts == '1' and (count(ARGV[5]) > 1 or ARGV[11] == '1') then count(ARGV[10]) end
+if runs and started and counts == '1' and (count(losses) > 1 or alone == '1') then count(losses_alone) end
 if started then
   redis.call('ZREM', wip, member)
-  redis.call('DEL', KEYS[5])
-  redis.call('ZREM', KEYS[6], execution_id)
-  redis.call('SREM', KEYS[7], member)
+  redis.call('DEL', execution)
+  redis.call('ZREM', of_job, execution_id)
+  redis.call('SREM', of_worker, member)
 end
 if not runs then return 'ended' end
 redis.call('HSET', job, 'status', 'queued')
