@@ -61,7 +61,7 @@ def test_a_standby_logs_the_holder_once(connection, monkeypatch, caplog):
 
     monkeypatch.setattr("stoker_worker.queue.rq_queue.time.sleep", look_again)
     nobody: Any = SimpleNamespace(sign_on=lambda: None, connection=connection)
-    _take_over(lease(connection, "second"), nobody, standby=True)
+    _take_over("", lease(connection, "second"), nobody, standby=True)
     assert len(looks) == 5
     assert caplog.text.count("is held by worker first") == caplog.text.count("standing by: the name") == 1
 

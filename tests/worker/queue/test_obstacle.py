@@ -202,7 +202,7 @@ def test_a_value_that_is_not_understood_refuses_until_it_expires(connection, wor
 
 def stand_by(lease):
     nobody: Any = SimpleNamespace(sign_on=lambda: None, connection=lease._connection)
-    thread = threading.Thread(target=_take_over, args=(lease, nobody), kwargs={"standby": True}, daemon=True)
+    thread = threading.Thread(target=_take_over, args=("", lease, nobody), kwargs={"standby": True}, daemon=True)
     thread.start()
     return thread
 

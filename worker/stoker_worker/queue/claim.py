@@ -352,7 +352,10 @@ class JobStart:
             return self._claimed(run, rq_job.read_request(), granted.last)
         except RequestError as error:
             log_failure(job_id, error, queue=queue_name)
-            self._refuse(run, error)
+            try:
+                self._ends.fail(run, error)
+            except OwnershipLost:  # it was withdrawn just now
+                self._ends.ownership.let_go(run)
             if rq_job.rate_limit_key:  # RQ has given it a place for which others wait, to be refused too
                 with suppress(RedisError):
                     RateLimitRegistry.from_job(rq_job).release_stale_and_enqueue(job_id)
@@ -390,18 +393,6 @@ class JobStart:
             ends=self._ends,
             in_flight=self._in_flight,
         )
-
-    def _refuse(self, run: JobRun, error: StokerError) -> None:
-        for tries_left in (2, 1, 0):  # a refused job is in no table: nobody else tries again after a lost connection
-            try:
-                self._ends.fail(run, error)
-                return
-            except OwnershipLost:  # it was withdrawn just now
-                self._ends.ownership.let_go(run)
-                return
-            except RedisError:
-                if not tries_left:
-                    raise
 
 
 class ClaimOrder:

@@ -93,7 +93,7 @@ class Member:
 
     @property
     def kept_alone(self) -> str:
-        """The same, before its store was shared."""
+        """As `kept_in`, before its store was shared."""
         return f"store {self.store}"
 
     def described(self) -> str:
@@ -248,10 +248,6 @@ def _shared_parts(share: str) -> tuple[str, str] | None:
     return (shared, model) if kind == "shared" else None
 
 
-def _has_nothing_to_read(agent_id: str) -> bool:
-    return True
-
-
 class OwnStore(NamedTuple):
     """The worker's store, as far as the queue has to know of it.
 
@@ -264,17 +260,14 @@ class OwnStore(NamedTuple):
     name: str | None = None
     shared: str = ""
     has_agents: bool = True
-    is_at_hand: Callable[[str], bool] = _has_nothing_to_read
+    is_at_hand: Callable[[str], bool] = lambda agent_id: True
 
 
 NO_STORE: Final = OwnStore()
 
 
-class BeforeRenewal(NamedTuple):
-    """The state when a renewal was sent: how often data was lost, and the highest number."""
-
-    times: int
-    highest: int
+BeforeRenewal = tuple[int, int]
+"""The state when a renewal was sent: how often data was lost, and the highest number."""
 
 
 class LostData:
@@ -296,17 +289,18 @@ class LostData:
 
     def before_renewal(self) -> BeforeRenewal:
         with self._lock:
-            return BeforeRenewal(self._times, self._highest)
+            return self._times, self._highest
 
     def renewed(self, number: int, before: BeforeRenewal) -> None:
         """
         Args:
             before: from before the renewal was sent. Renewals of several threads may be answered in another order.
         """
+        times, highest = before
         with self._lock:
-            if before.times != self._times:  # another thread has noticed the loss, before or after this renewal
+            if times != self._times:  # another thread has noticed the loss, before or after this renewal
                 return
-            if number > before.highest:
+            if number > highest:
                 self._highest = max(self._highest, number)
                 return
             claims = [job.claim_number for job in self._in_flight()]
@@ -315,7 +309,7 @@ class LostData:
         log.error(
             "Redis has lost data (restarted without an append-only file, flushed, or an old replica was promoted): "
             "its count of this worker's renewals went back from %d to %d; %d jobs were in flight",
-            before.highest,
+            highest,
             number - 1,
             len(claims),
         )

@@ -77,11 +77,8 @@ class ProgressMeta:
         """
         if (fields := read_meta(meta)) is None:
             return
-        shown = {
-            "stage": progress.stage,
-            "tokens": progress.tokens,
-            "tokens_per_s": round(progress.tokens_per_s, 1),
-        }
+        rate = round(progress.tokens_per_s, 1)
+        shown = {"stage": progress.stage, "tokens": progress.tokens, "tokens_per_s": rate}
         before = fields.get(META_PROGRESS)
         if META_PROGRESS in fields and not _is_ours(before):
             return
@@ -97,7 +94,7 @@ class ProgressMeta:
         meta = None
         with suppress(ResponseError):  # its key is no hash any more
             meta = self._connection.hget(job_key, "meta")
-        if meta and (fields := read_meta(meta)) and has_progress(fields):
+        if meta and (fields := read_meta(meta)) and _is_ours(fields.get(META_PROGRESS)):
             self._clear(keys=[job_key], args=[meta, json.dumps(without_progress(fields))])
 
 
@@ -110,10 +107,6 @@ def read_meta(meta: bytes | str | None) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return fields if isinstance(fields, dict) else None
-
-
-def has_progress(fields: Mapping[str, Any]) -> bool:
-    return _is_ours(fields.get(META_PROGRESS))
 
 
 def without_progress(fields: Mapping[str, Any]) -> dict[str, Any]:

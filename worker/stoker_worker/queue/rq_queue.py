@@ -151,9 +151,7 @@ class RqQueue(QueuePort):
     @as_redis_unavailable()
     def withdrawn(self, progress: Mapping[str, SequenceProgress]) -> list[ClaimedJob]:
         jobs, runs = self._in_flight.snapshot(), []
-        with self._connection.pipeline(
-            transaction=False
-        ) as pipeline:  # as few round trips, however many jobs there are
+        with self._connection.pipeline(transaction=False) as pipeline:  # two round trips for all jobs
             for job in jobs:
                 self._progress.look(pipeline, job.run)
             found = pipeline.execute(raise_on_error=False)
@@ -260,12 +258,9 @@ class RqQueue(QueuePort):
 
 
 EXECUTION_TTL_S: Final = 7 * 86_400
-"""How long RQ's own tools leave a started job alone: longer than a Mac sleeps or is down. Our own recovery does not
-wait for it."""
+"""How long RQ's own tools leave a started job alone: longer than a Mac sleeps. Recovery does not wait for it."""
 
-
-_LOOK_TIMEOUT_S: Final = 1.0
-"""A health check has to be answered soon."""
+_LOOK_TIMEOUT_S: Final = 1.0  # a health check has to be answered soon
 
 
 @dataclass(frozen=True)
@@ -298,7 +293,7 @@ def open_queue(
         in_flight = JobsInFlight[RqClaimedJob]()
         lease, registration = _new_member(settings, connection, in_flight, store, model)
         closing.callback(registration.unsubscribe)
-        _take_over_at(redis_url, lease, registration, standby=settings.standby)
+        _take_over(redis_url, lease, registration, standby=settings.standby)
         log.info("worker %s holds %s, as %s", registration.name, settings.queues, lease.member)
         # Two tries within the time that is left after a beat.
         beating = client_of(redis_url, timeout_s=(settings.lease_ttl_s - settings.heartbeat_s) / 3)
@@ -359,23 +354,12 @@ def _new_member(
     return lease, registration
 
 
-def _take_over_at(redis_url: str, lease: Lease, registration: RqRegistration, *, standby: bool) -> None:
-    """Take over, or raise the errors of `open_queue`."""
-    try:
-        _take_over(lease, registration, standby=standby)
-    except RedisError as error:  # a replica, or an ACL that forbids a worker's commands
-        lease.release()
-        reason = without_password(error, registration.connection)
-        raise RedisUnavailable(f"{mask_url(redis_url)} refused this worker: {reason}") from None
-
-
-def _take_over(lease: Lease, registration: RqRegistration, *, standby: bool) -> None:
+def _take_over(redis_url: str, lease: Lease, registration: RqRegistration, *, standby: bool) -> None:
     """Hold the queues and be registered, both or neither: a half-done take-over is undone, or expires by itself.
 
     Raises:
-        QueueHeld: as for `open_queue`, and `standby` is not asked for.
+        QueueHeld, RedisUnavailable: as for `open_queue`, and `standby` is not asked for, or of no use.
         StoreUnusable: as for `open_queue`.
-        RedisError: Redis is away, and `standby` is not asked for; or it refuses us.
     """
     said = ""
     while True:
@@ -391,8 +375,9 @@ def _take_over(lease: Lease, registration: RqRegistration, *, standby: bool) -> 
                 log.info("standing by: %s", error)
                 said = holder
         except RedisError as error:
-            if not (standby and may_pass(error)):
-                raise
             lease.release()
+            if not (standby and may_pass(error)):  # a replica, or an ACL that forbids a worker's commands
+                reason = without_password(error, registration.connection)
+                raise RedisUnavailable(f"{mask_url(redis_url)} refused this worker: {reason}") from None
             said = say_once(error, said)
         time.sleep(STANDBY_POLL_S)
