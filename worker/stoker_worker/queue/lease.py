@@ -2,15 +2,11 @@
 
 A member is a worker by the name that stays when it is started again. A queue has several members if all of them have
 the same shared store and the same model, else one. Only the holder of a member's lease may claim in that name, and end
-the jobs that were claimed so. The lease expires if the holder stops renewing it, and is taken over at once from a
-holder that is certainly dead (same host and boot, process gone). Each holder has a fencing number, higher than all
-before: a holder that slept until its lease ran out sees from the last number handed out whether another worker has held
-it since.
-
-Another member takes the lease of a dead one to put its jobs back (`recover.py`), by the same rules. `Members` owns what
-was seen of the others, and since when a lease is missing; fetcher thread. A lease also runs out while Redis is away,
-and its holder takes it up again; so a member counts as dead only once its lease has been missing for as long as a lease
-lasts, while this worker reached Redis all the time. One whose process is certainly gone is dead at once.
+the jobs that were claimed so. It expires if the holder does not renew it, and is taken over at once from a holder that
+is certainly dead (same host and boot, process gone). Each holder has a higher fencing number than all before, so one
+that slept sees whether another has held the lease since. Another member takes the lease of a dead one to put its jobs
+back (`recover.py`). `Members` owns what was seen of the others; fetcher thread. A member counts as dead once its lease
+has been missing for as long as a lease lasts, while this worker reached Redis all the time.
 """
 
 import json

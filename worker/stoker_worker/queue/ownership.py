@@ -1,13 +1,11 @@
 """Whose a run is, also after its job's id was enqueued once more; and the one step that ends it while it is ours. Any
 thread.
 
-Owns no state. There are three reasons why a run may not simply be ours. This worker has ended it, and the reply was
-lost. It was taken away: another worker recovered it, or it was canceled or deleted. Or a job with the same id was
-written over the one that runs: if that is the same delivery, sent twice, the run goes on and the job's hash is put
-right; if it is another delivery, this run is superseded, and the new job is left untouched.
-
-An end is a list of commands, which are recorded as RQ's own code issues them, and carried out by a script that looks
-first whether the run is ours. So it needs one round trip, and no other client can come between.
+Owns no state. A run may not be ours because this worker has ended it and the reply was lost; because another worker
+recovered it, or it was canceled or deleted; or because a job with the same id was written over it: if that is the same
+delivery, the run goes on and the hash is put right, else the new job is left untouched. An end is a list of commands,
+recorded as RQ's own code issues them, and carried out by a script that looks first: one round trip, and nobody comes
+between.
 """
 
 from collections.abc import Callable, Sequence

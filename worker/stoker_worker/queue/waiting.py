@@ -1,17 +1,13 @@
 """The waiting jobs of one queue: their order, and what is known of them. Fetcher thread.
 
-`Lines` and `FairQueue` decide the order, without I/O. Free places go alternately to the oldest job that may run, so
-that nobody waits for ever however many others come, and to the agent that was served longest ago, so that no agent's
-first job waits behind another agent's whole backlog. Each agent's jobs stay in order, in a line of their own: only its
-head can be chosen, and only heads are looked at. Several jobs that read may go together; a job that writes goes alone.
-The cost of a choice therefore depends on the number of busy agents, not on the number of waiting jobs. A line is aside,
-and costs a choice nothing, while another worker has a job of the agent in flight, or has its cache. Of the jobs next in
-either order, one whose agent's cache is at hand goes first: then the disk is read less. `PassedOver` bounds how long
-the others are passed over.
+`Lines` and `FairQueue` decide the order, without I/O: free places go alternately to the oldest job that may run, and to
+the agent that was served longest ago. Each agent's jobs are a line: only its head can be chosen, so a choice costs as
+much as there are busy agents, however many jobs wait. Jobs that read may go together. A line is aside while another
+worker has a job of the agent in flight, or has its cache. Of the jobs next in either order, one whose agent's cache is
+at hand goes first; `PassedOver` bounds for how long the others are passed over.
 
-`QueueView` reads RQ's list. RQ's own dequeue takes the first job, whatever it is; claiming by agent needs to know the
-jobs behind it. Ids stay in the list until they are claimed, so operators see its true length. It is read once; after
-that each look asks only for the ids that came in at either end, and for those that other workers took.
+`QueueView` reads RQ's list once; after that each look asks only for the ids that came in at either end, and for those
+that other workers took. Ids stay in the list until they are claimed, so operators see its true length.
 """
 
 import time
