@@ -237,10 +237,7 @@ class Claimer:
         for one in granted:
             self.waiting.discard(one.job_id)
         chosen, moment = [job_id for job_id in chosen if is_rqs(job_id)], now()
-        uses, runs = (
-            [self.waiting.use_of(job_id) for job_id in chosen],
-            [self._run(job_id, moment) for job_id in chosen],
-        )
+        uses, runs = [self.waiting.use_of(job_id) for job_id in chosen], [self._run(one, moment) for one in chosen]
         at = moment.timestamp()
         args: list[Any] = [self._about, self._lease.value, limit, utcformat(moment), int(at), at]
         for job_id, use, run in zip(chosen, uses, runs, strict=True):

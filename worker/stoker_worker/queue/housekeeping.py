@@ -13,7 +13,6 @@ from typing import Final, TypeVar, cast
 from redis import Redis
 from rq.group import Group
 from rq.job import Job, JobStatus
-from rq.queue import Queue
 from rq.rate_limit import RateLimitRegistry
 from rq.registry import (
     CanceledJobRegistry,
@@ -25,7 +24,6 @@ from rq.registry import (
 from rq.scheduler import RQScheduler
 from rq.scripts import acquire_or_refresh_lock, release_lock
 from rq.utils import current_timestamp, now, utcformat
-from rq.worker_registration import clean_worker_registry
 
 from stoker_worker.periodic import Periodic
 from stoker_worker.placement.placement import Placement
@@ -129,7 +127,6 @@ class Housekeeping:
                 for registry in (FinishedJobRegistry, FailedJobRegistry):
                     self._unharmed(registry(name, connection=self._connection).cleanup)
                 self._unharmed(partial(self.scheduler.enqueue_ready, name))
-                self._unharmed(partial(clean_worker_registry, Queue(name, connection=self._connection)))
             self._unharmed(self._clean_limits_and_groups)
         return more_due
 

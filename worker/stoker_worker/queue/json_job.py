@@ -76,32 +76,21 @@ class JsonJob(Job):
     """
 
     payload_error: Exception | None = None
-    worker_losses: int = 0
-    """How many workers were lost with this job in flight."""
-    losses_alone: int = 0
-    """How many of those had no other job in flight."""
-    is_listened_to: bool = False
-    """True if a reader wants the text as it is generated."""
-    has_progress: bool = False
-    """True if its `meta` holds the progress of an earlier run, whose worker was lost."""
-    raw_meta: bytes = b""
-    """Its `meta`, as far as this worker knows."""
-    has_ended: bool = False
-    """True once its run has ended, and all that follows is done."""
+    worker_losses: int = 0  # how many workers were lost with this job in flight
+    losses_alone: int = 0  # how many of those had no other job in flight
+    is_listened_to: bool = False  # a reader wants the text as it is generated
+    has_progress: bool = False  # `meta` holds the progress of an earlier run, whose worker was lost
+    raw_meta: bytes = b""  # as far as this worker knows
+    has_ended: bool = False  # its run has
     has_dependencies: bool = False
     has_webhooks: bool = False
-    has_run_fields: bool = False
-    """True if its hash may have one of `OF_THE_RUN`."""
+    has_run_fields: bool = False  # its hash may have one of `OF_THE_RUN`
     raw_created_at: str = ""  # RQ replaces a missing value by the time of reading, which would identify no delivery
     raw_repeats_left: bytes = b""
-    packs_result: bool = False
-    """True if its producer wants a compressed result."""
-    tried: str = ""
-    """Its `FIELD_TRIED`."""
-    was_saving: bool = False
-    """True if an earlier run of this delivery had begun to save its turn."""
-    data_hash: bytes = b""
-    """The `hash_of` the data, unpacked."""
+    packs_result: bool = False  # its producer wants a compressed result
+    tried: str = ""  # its `FIELD_TRIED`
+    was_saving: bool = False  # an earlier run of this delivery had begun to save its turn
+    data_hash: bytes = b""  # the `hash_of` the data, unpacked
 
     def restore(self, raw_data: Any) -> Any:
         # First of all: RQ restores `meta` and old results with the serializer, which is pickle by default.

@@ -149,19 +149,16 @@ class Obstacle(NamedTuple):
         """From a reply of `TAKE` that is not `taken`; two round trips for those that need to know who is behind it."""
         kind, found, left_ms, index = reply
         found = found.decode(errors="replace")
-        obstacle = cls(kind.decode(), found, left_ms / 1000, me.queues[index])
-        if obstacle.kind == "held":
-            return obstacle._replace(holders=(Member.of(me.name, found.encode()),))
-        if obstacle.kind == "kept":
-            return obstacle
-        members = _members(connection)
-        if obstacle.kind == "served":
-            here = [one for one, _ in members if obstacle.queue in one.queues]
+        queue, holders = me.queues[index], []
+        if kind == b"held":
+            holders = [Member.of(me.name, found.encode())]
+        elif kind == b"served":
+            here = [one for one, _ in _members(connection) if queue in one.queues]
             holders = [one for one in here if one.share == found or found.startswith("shared ")]
-        else:
-            alike = [(one, has_lease) for one, has_lease in members if one.store == me.store and one.name != me.name]
-            holders = [one for one, has_lease in alike if has_lease]
-        return obstacle._replace(holders=tuple(holders))
+        elif kind == b"copied":
+            alike = [(one, is_held) for one, is_held in _members(connection) if one.store == me.store]
+            holders = [one for one, is_held in alike if is_held and one.name != me.name]
+        return cls(kind.decode(), found, left_ms / 1000, queue, tuple(holders))
 
     def is_gone(self, me: Member) -> bool:
         """Returns whether all workers behind it are certainly gone, or are this very one, whose earlier try had no
@@ -271,10 +268,7 @@ class LostData:
     promoted. Redis numbers the renewals of a member's lease, and these numbers only grow. Any thread."""
 
     def __init__(
-        self,
-        in_flight: Callable[[], Sequence[ClaimedJob]] = tuple,
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        self, in_flight: Callable[[], Sequence[ClaimedJob]] = tuple, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._in_flight = in_flight
         self._clock = clock

@@ -19,6 +19,7 @@ from rq.intermediate_queue import IntermediateQueue
 from rq.job import Job
 from rq.queue import Queue
 from rq.registry import StartedJobRegistry
+from rq.worker_registration import clean_worker_registry
 
 from stoker_shared.errors import QueueHeld
 from stoker_worker.queue.end import Claim, Requeue
@@ -66,6 +67,8 @@ class Recoverer:
         dead, members.dead = members.dead, ()  # the next look finds whoever could not be buried now
         recovered += sum(self._bury(name, lease.queues) for name in unknown)
         recovered += sum(self._bury(member.name, member.queues) for member in dead)
+        for queue in queues:
+            clean_worker_registry(Queue(queue, connection=self._connection))
         return recovered
 
     def _bury(self, name: str, queues: Sequence[str]) -> int:

@@ -211,18 +211,18 @@ class Bucket:
             raise self.away(f"{name} is there and is not")
         return found.changed_at
 
-    def half_written(self, folders: Iterable[str], limit_s: float) -> list[tuple[Path, int, float]]:
-        """The remains of objects that killed processes left below these folders: the file, its bytes, and when it was
-        changed (Unix time). No other call shows them, and a bucket has none. Raises `BucketAway`."""
+    def half_written(self, folders: Iterable[str], before: float, limit_s: float) -> dict[Path, int]:
+        """The bytes of the files that killed processes left below these folders before then (Unix time). No other call
+        shows them, and a bucket has none. Raises `BucketAway`."""
 
-        def look() -> list[tuple[Path, int, float]]:
-            found = []
+        def look() -> dict[Path, int]:
+            found = {}
             for top in () if self._folder is None else map(self._folder.joinpath, folders):
                 for folder, _, names in os.walk(top):
                     for path in (Path(folder, name) for name in names if _HALF_WRITTEN.fullmatch(name)):
                         with suppress(FileNotFoundError):
-                            seen = path.stat()
-                            found.append((path, seen.st_size, seen.st_mtime))
+                            if (seen := path.stat()).st_mtime < before:
+                                found[path] = seen.st_size
             return found
 
         return self._timed(look, limit_s)

@@ -8,7 +8,6 @@ except for those that killed workers left half written in a folder.
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from stoker_shared.errors import StoreUnusable
@@ -64,7 +63,7 @@ def collect_there(
             users[name] = users.get(name, 0) + 1
     going = {name: x for name, x in files.items() if name not in users and x.changed_at < now - _YOUNG_S}
     left = sum(x.n_bytes for x in files.values()) - sum(x.n_bytes for x in going.values())
-    half_written = _half_written(bucket, before=now - _YOUNG_S)
+    half_written = bucket.half_written((AGENTS, CACHES, BLOCKS, PIECES), now - _YOUNG_S, _LIMIT_S)
     agents: list[Stored] = []
     for stored in lists:
         is_old = unused_s is not None and stored.changed_at < now - unused_s
@@ -89,12 +88,6 @@ def collect_there(
             path.unlink(missing_ok=True)
     n_bytes = sum(x.n_bytes for x in going.values()) + sum(half_written.values())
     return CollectedThere(len(going) + len(half_written), n_bytes, len(agents), left)
-
-
-def _half_written(bucket: Bucket, *, before: float) -> dict[Path, int]:
-    """The bytes of each such file. Raises `BucketAway`."""
-    found = bucket.half_written((AGENTS, CACHES, BLOCKS, PIECES), _LIMIT_S)
-    return {path: n_bytes for path, n_bytes, changed_at in found if changed_at < before}
 
 
 def _uses(bucket: Bucket, lists: Iterable[Stored], files: dict[str, Stored]) -> dict[Stored, tuple[str, ...]]:
