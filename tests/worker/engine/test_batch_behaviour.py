@@ -1,5 +1,6 @@
 """The engine when memory is short, a sequence is poisoned, a step breaks or a job is cancelled. Tiny models."""
 
+import math
 import random
 from dataclasses import replace
 from typing import Any
@@ -306,7 +307,23 @@ def test_a_sequence_restarted_after_a_failed_step_reports_no_cached_tokens():
     assert layout.model.breaks == 1
 
 
-# --- cancel ---
+def test_an_error_while_a_finished_sequence_is_copied_out_loses_no_sequence(llama, monkeypatch):
+    from stoker_worker.engine import transfer
+
+    works = works_of(random.Random(7), (20, 6), (30, 6), (25, 9))
+    plain = run(llama.engine(), works)
+    real, calls = transfer.slice_caches, []
+
+    def fail_once(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("[malloc] unable to allocate")
+        return real(*args)
+
+    monkeypatch.setattr(transfer, "slice_caches", fail_once)
+    done = run(llama.engine(), works)
+    assert [one.generated_ids for one in done] == [one.generated_ids for one in plain]
+    assert [one.cache.n_tokens for one in done] == [one.cache.n_tokens for one in plain]
 
 
 # --- answers ---
@@ -333,15 +350,28 @@ def test_a_seed_gives_the_same_text_alone_in_a_batch_restored_and_preempted(llam
     assert other.generated_ids != alone.generated_ids
 
 
-@pytest.mark.parametrize("fields", [{"temperature": 1e-5}, {"temperature": 5e-324}, {"temperature": 1, "top_p": 1e-99}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 1e-5},
+        {"temperature": 5e-324},
+        {"temperature": 1, "top_p": 1e-99},
+        {"temperature": 5, "top_k": 1},
+    ],
+)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_a_temperature_or_top_p_near_0_draws_the_likeliest_token(dtype, fields):
+def test_a_temperature_or_top_p_near_0_or_a_top_k_of_1_draws_the_likeliest_token(dtype, fields):
     logits = mx.random.normal((1, 1000), key=mx.random.key(1)).astype(getattr(mx, dtype))
     likeliest = int(mx.argmax(logits))
     logits[0, likeliest] += 1
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     sampler: Any = sampling.make_sampler(build_request({"prompt": "x", **fields}), 1, 0)
     assert {sampler(logprobs).item() for _ in range(8)} == {likeliest}
+
+
+def test_a_top_k_beyond_the_vocabulary_leaves_out_no_token():
+    sampler: Any = sampling.make_sampler(build_request({"prompt": "x", "temperature": 1, "top_k": 10_000_000}), 1, 0)
+    assert {sampler(mx.full((1, 3), -math.log(3))).item() for _ in range(40)} == {0, 1, 2}
 
 
 def test_logprobs_match_the_models_own_and_list_the_likeliest_tokens(llama):
