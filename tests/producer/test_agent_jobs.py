@@ -6,6 +6,8 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 
 from stoker import InvalidRequest, Producer, ResultTimeout
+from stoker_shared import task
+from stoker_shared.errors import WrongWorker
 
 
 def enqueued(producer: Producer, connection: Redis, action: str, *arguments: object, **options: object) -> Job:
@@ -47,3 +49,9 @@ def test_an_invalid_request_is_refused_before_it_is_enqueued(producer, connectio
         with pytest.raises(InvalidRequest):
             call(producer.agents)
     assert connection.keys("*") == []
+
+
+@pytest.mark.parametrize("function", [task.agent, task.generate])
+def test_a_stock_worker_fails_it_with_a_clear_line(function):
+    with pytest.raises(WrongWorker, match="stoker-worker run"):
+        function(request={"agent_id": "a", "action": "info"})

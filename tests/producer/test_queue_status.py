@@ -12,6 +12,7 @@ from rq.utils import utcformat
 from tests.producer.played_worker import PlayedWorker, publish
 
 from stoker import AsyncProducer, QueueStatus
+from stoker.tables import duration
 from stoker_shared.wire import TASK_PATH
 
 pytestmark = pytest.mark.server
@@ -125,3 +126,8 @@ def test_workers_is_a_table_or_one_object(stoker, connection):
     assert loading == ["mac.2", "mac", "7", "5", "min", "-", "-", "generate", "loading", "-"]
     shown = json.loads(stoker("workers", "--json")[1])["workers"]
     assert [(worker["model"], worker["max_batch_why"]) for worker in shown] == [("m/m", "the default"), (None, None)]
+
+
+def test_durations_are_short():
+    seconds = [None, 0, 119.4, 120, 3600, 7200, 86400, 172800]
+    assert [*map(duration, seconds)] == ["-", "0 s", "119 s", "2 min", "60 min", "2 h", "24 h", "2 d"]
