@@ -164,6 +164,14 @@ def a_dependent_of_two_jobs_of_which_one_waits(player):
 
 
 @story
+def a_dependent_of_two_jobs_of_which_one_repeats(player):
+    player.enqueue("say first", "first", repeat=Repeat(times=1, interval=120), result_ttl=60)
+    player.enqueue("fail second", "second", retry=Retry(max=1, interval=240))
+    player.enqueue("say third", "third", depends_on=["first", "second"])
+    player.work()
+
+
+@story
 def a_dependent_in_another_queue(player):
     other = Queue("other", connection=player.connection, serializer=JSONSerializer)
     first = player.enqueue("say first", "first", result_ttl=600)

@@ -179,7 +179,8 @@ class JobFinish:
         """
         ttl_s = run.job.get_result_ttl(DEFAULT_RESULT_TTL_S)
         commands = partial(self._success, run, result, verdict, ttl_s)
-        self._end(run, RunEnd(commands, "finished", ttl_s if ttl_s > 0 else None), "finished")
+        kept_s = ttl_s if ttl_s > 0 and not run.job.repeats_left else None  # others wait for its next end
+        self._end(run, RunEnd(commands, "finished", kept_s), "finished")
 
     def fail(self, run: JobRun, error: Exception, *, partial_text: str | None = None, may_retry: bool = True) -> None:
         """
