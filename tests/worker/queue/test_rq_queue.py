@@ -198,23 +198,38 @@ def test_a_claim_that_does_not_look_does_not_know_all_that_waits(connection, pro
     assert not queue.knows_all()
 
 
-def test_a_lost_workers_job_with_an_overwritten_key_holds_up_no_other(redis_url, connection, producer):
+def overwrite(connection, key, job_id):
+    """Give a key of a running job another type. A queue's: the job's id seems to be enqueued there once more."""
+    if key == "rq:queue:odd":
+        connection.hset(f"rq:job:{job_id}", mapping={"status": "queued", "origin": "odd"})
+    connection.set(key.format(job_id), "of another type")
+
+
+@pytest.mark.parametrize("key", ["rq:job:{}", "rq:executions:{}", "rq:queue:odd"])
+def test_a_lost_workers_job_with_an_overwritten_key_holds_up_no_other(redis_url, connection, producer, key):
     odd, job_id = submit(producer, "a", "b")
     with open_queue(read_settings({"redis_url": redis_url}), redis_url) as dead:
         assert len(claim(dead.rq_queue)) == 2
-    connection.set(f"rq:job:{odd}", "no hash")
+    overwrite(connection, key, odd)
     with open_queue(read_settings({"redis_url": redis_url}), redis_url) as alive:
-        assert alive.rq_queue.recover() == 1
-        assert [job.job_id for job in claim(alive.rq_queue)] == [job_id]
-    assert places(connection, odd) == []
+        alive.rq_queue.recover()
+        back = [] if key == "rq:job:{}" else ["generate"]
+        assert (places(connection, odd), places(connection, job_id)) == (back, ["generate"])
+        assert claim(alive.rq_queue) or claim(alive.rq_queue)
 
 
-def test_a_withdrawal_is_seen_beside_a_job_with_an_overwritten_key(connection, producer, queue):
+@pytest.mark.parametrize("key", ["rq:job:{}", "rq:executions:{}", "rq:queue:odd"])
+def test_a_withdrawal_is_seen_beside_a_job_with_an_overwritten_key(connection, producer, queue, key):
     odd, job_id, _ = submit(producer, "a", "b", "c")
     claim(queue)
-    connection.set(f"rq:job:{odd}", "no hash")
-    Job.fetch(job_id, connection, JSONSerializer).cancel()
-    assert [job.job_id for job in queue.withdrawn({})] == [odd, job_id]
+    overwrite(connection, key, odd)
+    connection.hset(f"rq:job:{job_id}", "status", "canceled")
+    if key == "rq:executions:{}":
+        connection.hset(f"rq:job:{odd}", "status", "canceled")
+    withdrawn = queue.withdrawn({})
+    assert [job.job_id for job in withdrawn] == ([job_id] if key == "rq:queue:odd" else [odd, job_id])
+    for job in withdrawn:
+        stop(job)
 
 
 def test_a_job_that_could_not_be_given_back_is_recovered(connection, producer, queue, monkeypatch):

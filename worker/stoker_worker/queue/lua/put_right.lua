@@ -5,5 +5,5 @@ if redis.call('EXISTS', KEYS[4]) == 0 or redis.call('HGET', job, 'status') ~= 'q
 if delivery(job) ~= ARGV[6] then return 0 end
 redis.call('HSET', job, 'status', 'started', 'origin', ARGV[7], 'worker_name', ARGV[8], 'started_at', ARGV[9])
 redis.call('PERSIST', job)
-for i = 5, #KEYS do redis.call('LREM', KEYS[i], 0, job_id) end
+for i = 5, #KEYS do redis.pcall('LREM', KEYS[i], 0, job_id) end -- any type
 return 1

@@ -16,13 +16,13 @@ end
 local runs = status == 'started' or status == 'queued'
 if started and status == 'queued' then -- its id was enqueued again while it ran
   local named = 'rq:queue:' .. (redis.call('HGET', job, 'origin') or '')
-  local waits = redis.call('LPOS', named, job_id)
+  local waits = type(redis.pcall('LPOS', named, job_id)) == 'number' -- any key of a job may have any type
   local ran = redis.call('HGET', execution, its_delivery)
   if waits and ran and ran ~= delivery(job) then
     runs = false -- another delivery, which keeps its own place
     redis.call('HDEL', job, losses, losses_alone)
   else
-    redis.call('LREM', named, 0, job_id)
+    redis.pcall('LREM', named, 0, job_id)
     redis.call('LREM', queue, 0, job_id)
     redis.call('HSET', job, 'origin', origin)
   end
@@ -37,7 +37,7 @@ if runs and started and counts == '1' and (count(losses) > 1 or alone == '1') th
 if started then
   redis.call('ZREM', wip, member)
   redis.call('DEL', execution)
-  redis.call('ZREM', of_job, execution_id)
+  redis.pcall('ZREM', of_job, execution_id)
   redis.call('SREM', of_worker, member)
 end
 if not runs then return 'ended' end
