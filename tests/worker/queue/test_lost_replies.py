@@ -12,7 +12,7 @@ from tests.support.lossy_proxy import LossyProxy
 from tests.worker.queue.ends import fail, finish, give_back, stop
 from tests.worker.queue.looking import LEASE, places
 
-from stoker_shared.errors import OwnershipLost
+from stoker_shared.errors import OwnershipLost, RedisUnavailable
 from stoker_shared.wire import TASK_PATH
 from stoker_worker.ports import Busy
 from stoker_worker.queue.client import may_pass
@@ -94,6 +94,13 @@ def ends(exchange):
 def nothing_is_left(connection):
     left = [*connection.scan_iter("rq:execution*"), *connection.scan_iter("rq:worker:*:executions")]
     return left + connection.zrange("rq:wip:generate", 0, -1) == []
+
+
+def test_a_server_that_goes_away_while_a_worker_registers_is_named_as_away(proxy):
+    proxy.lose(lambda exchange: exchange.holds("SETNAME"))
+    with pytest.raises(RedisUnavailable), open_queue(read_settings({"redis_url": proxy.url}), proxy.url):
+        pass
+    assert proxy.lost
 
 
 def test_a_job_start_whose_reply_is_lost_is_done_again_before_the_agents_next_job(connection, proxy, queue, enqueue):

@@ -291,7 +291,8 @@ def open_queue(
         connection = connect(redis_url, wait=settings.standby)
         closing.callback(connection.close)
         in_flight = JobsInFlight[RqClaimedJob]()
-        lease, registration = _new_member(settings, connection, in_flight, store, model)
+        with as_redis_unavailable():
+            lease, registration = _new_member(settings, connection, in_flight, store, model)
         closing.callback(registration.unsubscribe)
         _take_over(redis_url, lease, registration, standby=settings.standby)
         log.info("worker %s holds %s, as %s", registration.name, settings.queues, lease.member)
