@@ -143,6 +143,13 @@ def test_a_half_empty_batch_is_filled_without_a_pause_in_steps_of_twice_the_limi
     assert seconds[-1] == pytest.approx(1.0 + (0.1 if decoding else 0.0), abs=0.02)
 
 
+def test_a_machine_whose_passes_break_the_limit_by_themselves_makes_few_of_them():
+    """As under heavy load, or with weights that take longer to read than a step may last."""
+    chunks, _ = simulate(decoding=0, wanting=1, pass_s=2.0, token_s=0.001, steps=20)
+    assert sum(chunks[:6]) > 800  # 96 tokens without that
+    assert min(chunks[6:]) == 1024
+
+
 def test_chunks_follow_the_machine_and_stay_within_their_bounds():
     assert PrefillBudget(0.5, 1024).chunk_tokens(decoding=0, prefilling=1, waiting=0) == 64
     assert PrefillBudget(0.5, 32).chunk_tokens(decoding=0, prefilling=1, waiting=0) == 32

@@ -71,6 +71,12 @@ _FILLING: Final = 2
 """A step may take so many times the limit while a batch fills up: short steps would leave it half empty for longer, and
 few sequences decode meanwhile. A cancel waits no longer than that either."""
 
+_MOST_FIXED: Final = 0.9
+"""Share of a pass that may be its fixed price, at most: more would be told by noise, and predict chunks of any size."""
+
+_UNLIKE: Final = 0.25
+"""Chunks whose sizes deviate by less than this share of their mean tell nothing about the fixed price of a pass."""
+
 _NEWEST: Final = 0.3
 """Weight of the newest measurement in the running averages."""
 
@@ -90,7 +96,8 @@ class PrefillBudget:
         self._max_step_s = max_step_s
         self._most_tokens = most_tokens
         self._decode_s: float | None = None
-        self._token_s: float | None = None
+        self._passes: tuple[float, ...] = ()  # averages of tokens, seconds, tokens squared, tokens times seconds
+        self._fixed = 0.0  # share of a pass that is not due to its tokens
         self._largest = 0
         self._owed_s = 0.0  # to the decoding sequences
 
@@ -98,10 +105,14 @@ class PrefillBudget:
         """Tokens of each sequence in prefill for the next step; 0 for a step that only decodes."""
         if decoding and self._owed_s > 0:
             return 0
-        if self._token_s is None:
+        if not self._passes:
             return min(_FIRST_TOKENS, self._most_tokens)
         most_s = self._max_step_s * (1 if _share(decoding, prefilling + waiting) else _FILLING)
-        tokens = min(most_s / self._token_s, _MOST_GROWTH * self._largest) / max(1, prefilling)
+        mean_tokens, mean_s, *_ = self._passes
+        fixed_s = self._fixed * mean_s
+        # A pass whose fixed price alone breaks the limit takes as many tokens as double it.
+        token_s = (mean_s - fixed_s) / mean_tokens
+        tokens = min(max(most_s - fixed_s, fixed_s) / token_s, _MOST_GROWTH * self._largest) / max(1, prefilling)
         return max(min(_LEAST_TOKENS, self._most_tokens), min(self._most_tokens, int(tokens)))
 
     def note(self, step_s: float, *, decoding: int, wanting: int, prefill_tokens: int) -> None:
@@ -119,9 +130,18 @@ class PrefillBudget:
         # The step's decode and prefill run in one queue and can only be measured together.
         decode_s = min(self._decode_s or 0.0, step_s) if decoding else 0.0
         prefill_s = max(step_s - decode_s, 0.1 * step_s)
-        self._token_s = _average(self._token_s, prefill_s / prefill_tokens)
+        self._learn(prefill_tokens, prefill_s)
         self._largest = max(self._largest, prefill_tokens)
         self._owed_s = max(0.0, _MARGIN * prefill_s * _share(decoding, wanting) - decode_s)
+
+    def _learn(self, tokens: int, seconds: float) -> None:
+        """The fixed share of a pass, by least squares over the newest passes, where their sizes differ enough."""
+        newest = (tokens, seconds, tokens**2, tokens * seconds)
+        self._passes = tuple(map(_average, self._passes or newest, newest))
+        mean_tokens, mean_s, mean_square, mean_product = self._passes
+        if (variance := mean_square - mean_tokens**2) > (_UNLIKE * mean_tokens) ** 2:
+            token_s = (mean_product - mean_tokens * mean_s) / variance
+            self._fixed = (self._fixed + min(_MOST_FIXED, max(0.0, 1 - token_s * mean_tokens / mean_s))) / 2
 
 
 def _share(decoding: int, wanting: int) -> float:
