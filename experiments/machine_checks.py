@@ -44,7 +44,7 @@ def proof(bench: Any, folder: Path) -> Iterator[Json]:
 
 def _findings(checks: Iterable[doctor.Check]) -> Iterator[Json]:
     for name, look in checks:
-        finding = look()
+        finding = doctor.found(look)
         yield {"what": f"doctor: {name}", "found": f"{finding.status}: {finding.line}"}
 
 

@@ -59,7 +59,7 @@ class TranscriptMismatch(RequestError):
 
 
 class PayloadRefused(RequestError):
-    """Not a JSON job of stoker's: a pickle, another function, or one with webhooks or callbacks."""
+    """Not a JSON job of stoker's: a pickle, another function, or one with webhooks, callbacks or a rate limit."""
 
 
 class AgentMemoryError(StokerError):

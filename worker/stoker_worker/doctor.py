@@ -101,10 +101,15 @@ Check = tuple[str, Callable[[], Finding]]
 def examine(settings: WorkerSettings) -> Iterator[tuple[str, Finding]]:
     """Every check by its name, one after the other. A check that raises is a failure with one line."""
     for name, look in _checks(settings):
-        try:
-            yield name, look()
-        except Exception as error:
-            yield name, fail(one_line(error), "this check could not be made; the line has the reason")
+        yield name, found(look)
+
+
+def found(look: Callable[[], Finding]) -> Finding:
+    """What a check finds; a failure if it raises."""
+    try:
+        return look()
+    except Exception as error:
+        return fail(one_line(error), "this check could not be made; the line has the reason")
 
 
 def _checks(settings: WorkerSettings) -> Iterator[Check]:

@@ -69,13 +69,16 @@ _MOST_GROWTH: Final = 4
 
 _FILLING: Final = 2
 """A step may take so many times the limit while a batch fills up: short steps would leave it half empty for longer, and
-few sequences decode meanwhile. A cancel waits no longer than that either."""
+few sequences decode meanwhile. A cancel waits no longer than that either, unless one pass takes longer by itself."""
 
 _MOST_FIXED: Final = 0.9
 """Share of a pass that may be its fixed price, at most: more would be told by noise, and predict chunks of any size."""
 
 _UNLIKE: Final = 0.25
 """Chunks whose sizes deviate by less than this share of their mean tell nothing about the fixed price of a pass."""
+
+_KEPT: Final = 0.95
+"""So much of the fixed share is believed after a pass as large as those before: sizes change, and it is learned anew."""
 
 _NEWEST: Final = 0.3
 """Weight of the newest measurement in the running averages."""
@@ -110,7 +113,7 @@ class PrefillBudget:
         most_s = self._max_step_s * (1 if _share(decoding, prefilling + waiting) else _FILLING)
         mean_tokens, mean_s, *_ = self._passes
         fixed_s = self._fixed * mean_s
-        # A pass whose fixed price alone breaks the limit takes as many tokens as double it.
+        # A pass whose fixed price is more than half of the limit takes as many tokens as double that price.
         token_s = (mean_s - fixed_s) / mean_tokens
         tokens = min(max(most_s - fixed_s, fixed_s) / token_s, _MOST_GROWTH * self._largest) / max(1, prefilling)
         return max(min(_LEAST_TOKENS, self._most_tokens), min(self._most_tokens, int(tokens)))
@@ -142,6 +145,8 @@ class PrefillBudget:
         if (variance := mean_square - mean_tokens**2) > (_UNLIKE * mean_tokens) ** 2:
             token_s = (mean_product - mean_tokens * mean_s) / variance
             self._fixed = (self._fixed + min(_MOST_FIXED, max(0.0, 1 - token_s * mean_tokens / mean_s))) / 2
+        else:
+            self._fixed *= _KEPT
 
 
 def _share(decoding: int, wanting: int) -> float:

@@ -354,7 +354,7 @@ class JobStart:
             except OwnershipLost:  # it was withdrawn just now
                 self._ends.ownership.let_go(run)
             if rq_job.rate_limit_key:  # RQ has given it a place for which others wait, to be refused too
-                with suppress(RedisError):
+                with suppress(RedisError, ValueError):  # anybody may write anything
                     RateLimitRegistry.from_job(rq_job).release_stale_and_enqueue(job_id)
         except Exception as error:
             if isinstance(error, StokerError) or not is_the_jobs(error):

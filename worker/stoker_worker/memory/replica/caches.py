@@ -22,7 +22,7 @@ from typing import Final
 from stoker_shared.errors import StokerError
 from stoker_worker.memory import cache_index, transcripts
 from stoker_worker.memory.admin.cache_files import PIECE_NAMES, check_checkpoint, enter_blocks, files_of
-from stoker_worker.memory.blocks import BlockChain, block_beside, checkpoint_beside, common_length
+from stoker_worker.memory.blocks import BlockChain, block_beside, checkpoint_beside, common_length, read_place
 from stoker_worker.memory.database import Connection, Damaged, key_of
 from stoker_worker.memory.eviction import DiskBudget
 from stoker_worker.memory.files import allocated_bytes, is_there
@@ -120,7 +120,9 @@ class SharedCaches:
         if version.transcript is None:
             return 0
         blocks, pieces = self._files(version)
-        blocks |= {path: check for path, check in self._checkpoints(version).items() if is_there(path)}
+        # Those behind a block's end, where turns ended, would be one state a turn for as long as the agent is kept.
+        places = {path: (read_place(path), check) for path, check in self._checkpoints(version).items()}
+        blocks |= {path: check for path, (place, check) in places.items() if place is not None and not place[1]}
         names, key = [], key_of(agent_id).hex()
         before = _listed(self._bucket, agent_id)
         listed = {self._name_of(path) for path in blocks}.intersection(before)
@@ -181,16 +183,14 @@ class SharedCaches:
         return blocks | pieces if cache.snapshots or has_all_blocks else blocks
 
     def _wanted_checkpoint(self, version: AgentVersion, n_tokens: int) -> _Checks:
-        """The last checkpoint within the version's first `n_tokens` tokens, unless it has a snapshot as late. Beside
-        the last block it may lie behind them: then the one before it as well."""
+        """The last checkpoint within the version's first `n_tokens` tokens, unless it has a snapshot as late."""
         own = version.cache.snapshots if version.cache else ()
         least = max((n for n in own if n <= n_tokens), default=0) // BLOCK_TOKENS
         within = list(self._checkpoints(version).items())[least : n_tokens // BLOCK_TOKENS]
         if not within or is_there(within[-1][0]):
             return {}
         listed = set(_listed(self._bucket, version.agent_id))
-        there = [one for one in within if self._name_of(one[0]) in listed]
-        return dict(there[-2:] if there[-1:] == within[-1:] else there[-1:])
+        return dict([one for one in within if self._name_of(one[0]) in listed][-1:])
 
     def _checkpoints(self, version: AgentVersion) -> _Checks:
         """The places of all checkpoints that its cache may have, in the order of the chain."""
