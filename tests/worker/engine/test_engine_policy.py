@@ -147,7 +147,7 @@ def test_a_machine_whose_passes_break_the_limit_by_themselves_makes_few_of_them(
     """As under heavy load, or with weights that take longer to read than a step may last."""
     chunks, _ = simulate(decoding=0, wanting=1, pass_s=2.0, token_s=0.001, steps=20)
     assert sum(chunks[:6]) > 800  # 96 tokens without that
-    assert min(chunks[6:]) == 1024
+    assert min(chunks[6:]) > 800
 
 
 def test_chunks_follow_the_machine_and_stay_within_their_bounds():

@@ -78,7 +78,7 @@ _UNLIKE: Final = 0.25
 """Chunks whose sizes deviate by less than this share of their mean tell nothing about the fixed price of a pass."""
 
 _KEPT: Final = 0.95
-"""So much of the fixed share is believed after a pass as large as those before: sizes change, and it is learned anew."""
+"""So much of the fixed share is kept after a pass as large as those before: sizes change, and it is learned anew."""
 
 _NEWEST: Final = 0.3
 """Weight of the newest measurement in the running averages."""

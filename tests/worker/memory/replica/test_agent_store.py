@@ -83,8 +83,12 @@ def test_an_edited_conversation_goes_on_from_a_checkpoint_of_another_machine(
     for n_tokens in (700, 1100, 1500, 1900):
         agent.say(ids(n_tokens))
     first.write_behind()
-    assert len(list(share.objects.rglob("*-checkpoint.*"))) == 3
-    for name, n_same, n_cached, n_brought in (("second", 1000, 700, 1), ("third", 1400, 1100, 2)):
+    assert len(list(share.objects.rglob("*-checkpoint.*"))) == 2  # one state for each turn could take any room
+    for name, n_same, n_cached, n_brought in (
+        ("second", 1000, 0, 0),
+        ("third", 1400, 1100, 2),
+        ("other", 1600, 1500, 1),
+    ):
         other = machine(name)
         agent = other.agent(model=MODELS[kind])
         assert cached(agent, ids(1900)[:n_same]) == n_cached

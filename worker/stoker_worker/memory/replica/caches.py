@@ -36,6 +36,9 @@ from stoker_worker.ports.cache_spec import BLOCK_TOKENS, LayerKind
 
 _log = logging.getLogger(__name__)
 
+_MOST_ENDS: Final = 2
+"""As many checkpoints of an agent's that lie behind a block's end are listed: all of them would be one state a turn."""
+
 CACHES: Final = "caches"
 BLOCKS: Final = "blocks"
 PIECES: Final = "pieces"
@@ -120,9 +123,9 @@ class SharedCaches:
         if version.transcript is None:
             return 0
         blocks, pieces = self._files(version)
-        # Those behind a block's end, where turns ended, would be one state a turn for as long as the agent is kept.
-        places = {path: (read_place(path), check) for path, check in self._checkpoints(version).items()}
-        blocks |= {path: check for path, (place, check) in places.items() if place is not None and not place[1]}
+        checkpoints = [(path, check, read_place(path)) for path, check in self._checkpoints(version).items()]
+        ends = [path for path, _, place in checkpoints if place is not None and place[1]]
+        blocks |= {path: check for path, check, place in checkpoints if place and path not in ends[:-_MOST_ENDS]}
         names, key = [], key_of(agent_id).hex()
         before = _listed(self._bucket, agent_id)
         listed = {self._name_of(path) for path in blocks}.intersection(before)
@@ -183,14 +186,16 @@ class SharedCaches:
         return blocks | pieces if cache.snapshots or has_all_blocks else blocks
 
     def _wanted_checkpoint(self, version: AgentVersion, n_tokens: int) -> _Checks:
-        """The last checkpoint within the version's first `n_tokens` tokens, unless it has a snapshot as late."""
+        """The last checkpoint within the version's first `n_tokens` tokens, unless it has a snapshot as late. Beside
+        the last block it may lie behind them: then the one before it as well."""
         own = version.cache.snapshots if version.cache else ()
         least = max((n for n in own if n <= n_tokens), default=0) // BLOCK_TOKENS
         within = list(self._checkpoints(version).items())[least : n_tokens // BLOCK_TOKENS]
         if not within or is_there(within[-1][0]):
             return {}
         listed = set(_listed(self._bucket, version.agent_id))
-        return dict([one for one in within if self._name_of(one[0]) in listed][-1:])
+        there = [one for one in within if self._name_of(one[0]) in listed]
+        return dict(there[-2:] if there[-1:] == within[-1:] else there[-1:])
 
     def _checkpoints(self, version: AgentVersion) -> _Checks:
         """The places of all checkpoints that its cache may have, in the order of the chain."""
