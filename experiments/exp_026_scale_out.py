@@ -195,7 +195,7 @@ def _waiting(connection: Redis, producer: Producer, queue: RqQueue, meter: Meter
 
     def pass_all() -> None:
         claimer = read_all()
-        while claimer.agents():
+        while claimer.waiting.lines.agents():
             claimer.claim(1, Busy())
 
     read, passed = (meter.cost(call, 2) for call in (read_all, pass_all))
