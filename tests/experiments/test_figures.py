@@ -8,8 +8,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from tests.experiments.experiments_process import EXPERIMENTS
 from tests.worker.test_service import Managed, managed  # noqa: F401
+
+from stoker_worker.cli.main import main
 
 ROOT = EXPERIMENTS.parent
 
@@ -158,3 +161,9 @@ def test_the_readme_shows_the_newest_mac_that_is_no_virtual_machine(pages: Modul
     assert "do not trust" in pages.page(made_up(load_average_at_start=11.0))
     assert "do not trust" not in pages.page(mac)
     assert pages.name_of(mac) == "2027-01-02-apple-m9-some-model"
+
+
+@pytest.mark.parametrize("part", ["wired", "no such part"])
+def test_a_part_that_only_its_own_option_names_is_refused_as_another(tmp_path: Path, part: str) -> None:
+    found = CliRunner().invoke(main, ["figures", "--only", part, "--out", str(tmp_path)])
+    assert (found.exit_code, "no such part" in found.output) == (2, True)

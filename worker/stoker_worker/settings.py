@@ -137,7 +137,9 @@ class WorkerSettings(BaseSettings):
         bool, _batch("Let macOS keep the GPU's memory resident; Macs have crashed with it (docs/operations.md).")
     ] = False
     max_step_s: Annotated[
-        float, Field(gt=0), _batch("Seconds of prefill in a step; twice that while a batch fills up.  [0.5]")
+        float,
+        Field(gt=0),
+        _batch("Seconds of prefill in a step; more while a batch fills up, or if a pass takes long.  [0.5]"),
     ] = 0.5
     prefill_step_tokens: Annotated[
         int | None,

@@ -256,11 +256,13 @@ def test_a_job_with_a_webhook_is_refused_and_nothing_is_sent(connection, plain, 
     assert sent == []
 
 
-@pytest.mark.parametrize("damage", [None, "rq:rl:key:allowed"])
+@pytest.mark.parametrize("damage", [None, "rq:rl:key:allowed", "concurrency"])
 def test_jobs_with_a_rate_limit_are_refused_and_so_are_those_that_it_holds_back(connection, plain, queue, damage):
     request, limit = {"agent_id": "a", "prompt": "x"}, RateLimit("key", 1)
     jobs = [plain.enqueue(TASK_PATH, request=request, rate_limit=limit, retry=Retry(1)) for _ in range(3)]
-    if damage:
+    if damage == "concurrency":
+        connection.hset("rq:rl:key", "concurrency", "no number")
+    elif damage:
         connection.delete(damage)
         connection.set(damage, "of another type")
     for _ in jobs:

@@ -220,8 +220,13 @@ def test_an_unreadable_dependent_does_not_prevent_an_end(connection, queue, enqu
     connection.set("rq:job:text", "no hash")
     connection.delete("rq:job::list:dependencies")
     connection.rpush("rq:job::list:dependencies", "no set")
+    enqueue("elsewhere", "b", depends_on=Dependency(jobs=["job"], allow_failure=True))
+    connection.hset("rq:job:elsewhere", "origin", "text")
+    connection.set("rq:queue:text", "no list")
+    connection.zadd("rq:deferred:text", {"elsewhere": 1})
     (job,) = claim(queue)
     fail(job, ValueError("x"))
+    assert connection.zscore("rq:deferred:text", "elsewhere")  # its queue is no list: it waits on
     assert nothing_is_left(connection)
     assert [places(connection, job_id) for job_id in ("list", "fine")] == [["deferred"], ["generate"]]
 

@@ -108,7 +108,7 @@ def cuts_for(waiting: Iterable[Sequence], joining: Sequence) -> set[int]:
     saved = {n: (n - joining.n_cached) * sum(other >= n for other in commons) for n in commons}
     best = max(saved, key=lambda n: saved[n], default=0)
     asked = {n for other in alike for n in other.work.checkpoints_at}
-    return {best} | ({best // BLOCK_TOKENS * BLOCK_TOKENS} & asked)
+    return ({best} | ({best // BLOCK_TOKENS * BLOCK_TOKENS} & asked)) - {0}
 
 
 def _n_common(waiting: Sequence, other: Sequence, least: int) -> int:

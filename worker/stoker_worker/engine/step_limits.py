@@ -93,7 +93,8 @@ class PrefillBudget:
     def __init__(self, max_step_s: float, most_tokens: int) -> None:
         """
         Args:
-            max_step_s: most seconds of prefill in one step, except while a batch fills up.
+            max_step_s: most seconds of prefill in one step. It may be more while a batch fills up, and where a pass of
+                few tokens takes more than half of that.
             most_tokens: most tokens of one sequence in one step, whatever their time.
         """
         self._max_step_s = max_step_s

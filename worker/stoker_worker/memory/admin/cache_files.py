@@ -95,8 +95,8 @@ def check_checkpoint(path: Path, model: str, address: str) -> None:
     """Check that the file is the checkpoint of the block of this address. Raises as `check_block`."""
     metadata = read_intact(path)
     expected = {"kind": "snapshot", "parent": address}
-    n_behind = len(str(metadata.get("token_ids")).split(","))
-    if {field: metadata.get(field) for field in expected} != expected or n_behind >= BLOCK_TOKENS:
+    is_its = {field: metadata.get(field) for field in expected} == expected and "token_ids" in metadata
+    if not is_its or str(metadata["token_ids"]).count(",") + 1 >= BLOCK_TOKENS:
         raise Damaged("is not the checkpoint of its name")
     if not str(metadata.get("model")).startswith(model):
         raise Damaged("is another model's")

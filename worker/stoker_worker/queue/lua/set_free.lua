@@ -19,14 +19,16 @@ local function set_free(waiting, dependents, parent, ended, now)
     local f = redis.pcall('HMGET', job, unpack(fields))
     local waits = f[2] and (f[1] == 'deferred' or f[1] == 'ready_to_enqueue') and string.find(id, '^[%w_-]+$')
     if waits and is_met(id, parent, ended, f) then
-      if f[5] and f[5] ~= '' then -- a worker of RQ's own keeps the limit
+      local is_limited = f[5] and f[5] ~= ''
+      if is_limited then -- a worker of RQ's own keeps the limit
         redis.call('HSET', job, 'status', 'ready_to_enqueue')
         redis.pcall('ZADD', 'rq:ready:' .. f[2], redis.call('TIME')[1], id)
-      elseif enqueue(id, f[2], now) then
-        redis.pcall('ZREM', 'rq:ready:' .. f[2], id)
       end
-      redis.pcall('ZREM', 'rq:deferred:' .. f[2], id)
-      redis.pcall('SREM', waiting, id)
+      if is_limited or enqueue(id, f[2], now) then
+        if not is_limited then redis.pcall('ZREM', 'rq:ready:' .. f[2], id) end
+        redis.pcall('ZREM', 'rq:deferred:' .. f[2], id)
+        redis.pcall('SREM', waiting, id)
+      end
     end
   end
 end
