@@ -93,9 +93,9 @@ def launchd(folder: Path) -> Json:
     row: Json = {"what": "launchd loads a worker's unit, and unloads it"}
     if platform.system() != "Darwin":
         return row | {"found": "no Mac"}
-    name, manager, said = "stoker-figures", manager_here(is_system=False), list[str]()
+    name, manager, said = "stoker-figures", manager_here(), list[str]()
     options = ("--engine", "scripted", "--redis", "embedded", "--store", str(folder / "service"))
-    unit = worker_unit(name, options, manager.redis_url_file(name), grace_s=5)
+    unit = worker_unit(name, options, grace_s=5)
     try:
         manager.install(unit, said.append)
         command = ["launchctl", "print", f"gui/{os.getuid()}/{name}"]
