@@ -103,7 +103,7 @@ class JobRecord:
             state=status.decode(errors="replace"),
             queue=origin.decode(errors="replace"),
             worker=worker.decode(errors="replace") or None,
-            progress=progress_in(fields),
+            progress=progress_in(fields) if status == b"started" else None,
             partial_text=partial if isinstance(partial := fields.get(META_PARTIAL), str) else None,
             last_entry_id=entries[0][0].decode() if entries else None,
             _exc_info=exc_info,
@@ -203,7 +203,7 @@ def fields_of(meta: bytes) -> dict[str, Any]:
 
 
 def progress_in(fields: dict[str, Any]) -> JobProgress | None:
-    """The progress in a job's `meta`; ``None`` before the job runs and after its end."""
+    """The progress in the `meta` of a running job; ``None`` if there is none yet."""
     try:
         shown = fields[META_PROGRESS]
         return JobProgress(str(shown["stage"]), int(shown["tokens"]), float(shown["tokens_per_s"]))

@@ -190,7 +190,6 @@ class _Awaited:
     queue: str | None
     is_new: bool
     last_entry_id: str = NO_ENTRY
-    repeats: bool = False
 
 
 class Waiter:
@@ -263,12 +262,10 @@ class Waiter:
 
     def _first_look(self, jobs: list[_Awaited]) -> Operation[list[JobEnd]]:
         asked = [job for job in jobs if not job.is_new]
-        looks = ((*JobRecord.hash_command(job.job_id), "repeats_left") for job in asked)
+        looks = (JobRecord.hash_command(job.job_id) for job in asked)
         replies = yield Commands([results_after(_last_entry_ids(jobs), 0), *looks])
         found = stream_entries(replies[0])
-        values = {job.job_id: reply[:-1] for job, reply in zip(asked, replies[1:], strict=True)}
-        for job, reply in zip(asked, replies[1:], strict=True):
-            job.repeats = reply[-1] is not None
+        values = {job.job_id: reply for job, reply in zip(asked, replies[1:], strict=True)}
         ended = yield from self._sorted_out(jobs, found, values)
         for job in jobs:
             if self._unseen.pop(job.job_id, None):
@@ -295,7 +292,7 @@ class Waiter:
         unread = []
         for job in jobs:
             if entries[job.job_id] and job.job_id not in values:
-                record = None if job.repeats else JobRecord.finished(job.job_id, job.queue, entries[job.job_id])
+                record = JobRecord.finished(job.job_id, job.queue, entries[job.job_id])
                 if record is None:
                     unread.append(job.job_id)
                 else:

@@ -99,7 +99,7 @@ suspend`), `data_loss` (null, or for a day after it has noticed that Redis had l
 `times` and `jobs`, how many it had in flight then). It may be empty."""
 
 FIELD_DELIVERY: Final = "stoker_delivery"
-"""Field of an execution's hash: the delivery of its job (a hash of `created_at`, `repeats_left` and `data`)."""
+"""Field of an execution's hash: the delivery of its job (a hash of `created_at` and `data`)."""
 
 LEASE_KEY: Final = "stoker:holder:{member}"
 """String: a live worker's share of its queues (JSON: worker, queues, store, the shared store's id, host, pid, boot,

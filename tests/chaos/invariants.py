@@ -254,7 +254,7 @@ def _key_of(agent: str, delivery: Delivery) -> bytes | None:
     if delivery.created_at is None:
         return None
     request = request_digest(delivery.job.request)
-    return delivery_key(agent, PortDelivery(delivery.job_id, delivery.created_at, None, request))
+    return delivery_key(agent, PortDelivery(delivery.job_id, delivery.created_at, request))
 
 
 IS_REGISTERED = {"finished": "finished", "failed": "failed", "stopped": "failed", "canceled": "canceled"}

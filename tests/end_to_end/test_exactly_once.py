@@ -8,7 +8,7 @@ import time
 import uuid
 
 import pytest
-from rq import Queue, Repeat
+from rq import Queue
 from rq.job import Job
 from rq.registry import StartedJobRegistry
 from rq.serializers import JSONSerializer
@@ -62,17 +62,6 @@ def test_a_saved_job_that_rq_failed_and_an_operator_requeued_is_not_generated_ag
     assert "replayed job=" in log
     assert without_total(ticket.result(timeout_s=1)) == without_total(first)
     assert version_of(store, "a") == 1
-
-
-def test_rqs_repeat_is_a_new_delivery_each_time(redis_url, connection, store):
-    queue = Queue("generate", connection=connection, serializer=JSONSerializer)
-    request = {"agent_id": "a", "prompt": "x", "context": "append", "max_tokens": 4}
-    job = queue.enqueue(TASK_PATH, request=request, repeat=Repeat(times=2), result_ttl=600)
-    log = burst(redis_url, store)
-    assert "replayed job=" not in log
-    assert version_of(store, "a") == 3
-    versions = [result.return_value["cache"]["agent_version"] for result in job.results()]
-    assert sorted(versions) == [1, 2, 3]
 
 
 def test_a_reused_id_is_a_new_delivery(redis_url, connection, store):

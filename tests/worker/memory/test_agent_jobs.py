@@ -34,7 +34,7 @@ _ids = count(1)
 
 
 def delivery() -> Delivery:
-    return Delivery(f"agent-job-{next(_ids)}", "2024-01-01T00:00:00Z", None, "digest")
+    return Delivery(f"agent-job-{next(_ids)}", "2024-01-01T00:00:00Z", "digest")
 
 
 def ask(action: str, agent_id: str = "agent", **fields: Any) -> AgentRequest:

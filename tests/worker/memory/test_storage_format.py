@@ -222,7 +222,7 @@ def test_a_stranger_finds_the_answer_to_a_delivery(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     agent = Agent(store, name="\u2603")
     turn = make_turn(agent, agent.open(), raw("once"), None)
-    store.save(dataclasses.replace(turn, delivery=Delivery("a-job", "2026-01-01T00:00:00Z", None, "ab12")))
+    store.save(dataclasses.replace(turn, delivery=Delivery("a-job", "2026-01-01T00:00:00Z", "ab12")))
     key = hashlib.sha256(b'["\\u2603", "a-job", "2026-01-01T00:00:00Z", null, "ab12"]').digest()
     ((result, made),) = rows(
         tmp_path, "SELECT result, delivery FROM deliveries d JOIN turns t ON (t.agent, t.delivery) = (d.agent, d.key)"

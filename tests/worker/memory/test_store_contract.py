@@ -113,12 +113,12 @@ def test_every_turn_is_the_next_version_and_answers_its_delivery(store: CacheSto
 
 
 def test_another_delivery_is_not_answered(store: CacheStorePort) -> None:
-    """RQ's Repeat, a job id that is used again, and another request are deliveries of their own."""
+    """A job id that is used again and another request are deliveries of their own."""
     agent = AgentOf(store)
     turn = agent.turn(LONG[:10])
     store.save(turn)
     AgentOf(store, "other").say(LONG[:5])
-    for changes in ({"repeats_left": 1}, {"created_at": "2025"}, {"request": "other"}, {"job_id": "job-11"}):
+    for changes in ({"created_at": "2025"}, {"request": "other"}, {"job_id": "job-11"}):
         assert store.answer("agent", replace(turn.delivery, **changes)) is None  # type: ignore[arg-type]
     assert store.answer("other", turn.delivery) == {"job_id": "job-1", "version": 1}  # its own first job
     assert store.answer("third", turn.delivery) is None

@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 from redis.client import Pipeline
 from redis.exceptions import WatchError
-from rq import Repeat, Retry
+from rq import Retry
 from tests.worker.queue.ends import drop, fail, finish, give_back, stop
 from tests.worker.queue.looking import places
 from tests.worker.queue.members import claim, die, ids, impatient, recovered
@@ -77,27 +77,6 @@ def test_a_cancel_during_the_last_write_of_a_run_ends_the_job_or_finds_that_it_h
         assert (state == b"canceled") == answers[0]
         assert answers[0] or state in (b"finished", b"stopped")
         assert claim(queue) == claim(large) == []
-
-
-def test_a_canceled_job_is_repeated_no_more(connection, producer, plain, queue):
-    request = {"agent_id": "a", "prompt": "p"}
-    plain.enqueue(TASK_PATH, kwargs={"request": request}, job_id="job", repeat=Repeat(times=2, interval=30))
-    [job] = claim(queue)
-    assert producer.cancel("job") is True
-    go_on(job, "finishes")
-    assert places(connection, "job") == ["canceled"]
-
-
-def test_a_repeated_job_is_among_the_canceled_only(connection, producer, plain, queue):
-    for job_id, interval in (("now", 0), ("later", 30)):
-        repeat = Repeat(times=2, interval=interval)
-        plain.enqueue(TASK_PATH, kwargs={"request": {"prompt": "p"}}, job_id=job_id, repeat=repeat)
-    for job in claim(queue, 2):
-        finish(job, ACCEPTED)
-    for job_id in ("now", "later"):
-        assert "finished" in places(connection, job_id)
-        assert producer.cancel(job_id) is True
-        assert places(connection, job_id) == ["canceled"]
 
 
 @pytest.mark.parametrize("ttl", ["x", "", "1.5", "1e9", "9" * 40, "-9", "\x00", "nan", "{}", "\u0663"])

@@ -4,7 +4,6 @@ import logging
 
 import pytest
 from redis.exceptions import ConnectionError as Lost
-from rq import Repeat
 from rq.job import Job
 from rq.serializers import JSONSerializer
 from tests.worker.queue.ends import fail, finish
@@ -295,16 +294,6 @@ def test_attempts_that_are_not_this_job_s_do_not_count(connection, queue, plain,
     connection.hset("rq:job:job", FIELD_TRIED, noted.replace("{}", attempts if noted.startswith("2") else created_at))
     [job] = claim(queue)
     assert job.model == "small"
-
-
-def test_a_job_with_a_route_is_not_repeated(connection, queue, plain):
-    enqueue(plain, options={"repeat": Repeat(times=2, interval=1)})
-    assert claim(queue) == []
-    failed = Job.fetch("job", connection, JSONSerializer)
-    assert failed.get_status() == "failed"
-    result = failed.latest_result()
-    assert result is not None
-    assert "PayloadRefused: a job with a route" in (result.exc_string or "")
 
 
 def test_a_job_with_a_route_that_would_write_an_agents_memory_is_refused(connection, queue, plain):

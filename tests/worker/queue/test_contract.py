@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from rq import Repeat, Retry
+from rq import Retry
 from rq.command import send_stop_job_command
 from rq.exceptions import DuplicateJobError
 from rq.group import Group
@@ -101,27 +101,6 @@ def a_job_that_is_retried_after_intervals(player):
 
 
 @story
-def a_job_that_repeats_at_once(player):
-    player.enqueue("say again", repeat=Repeat(times=2), result_ttl=600)
-    player.work()
-
-
-@story
-def a_job_that_repeats_after_intervals(player):
-    player.enqueue("say again", repeat=Repeat(times=2, interval=[120, 240]), result_ttl=600)
-    for _ in range(3):
-        player.work()
-        player.look()
-        player.make_due()
-
-
-@story
-def a_job_that_repeats_and_keeps_no_result(player):
-    player.enqueue("say again", repeat=Repeat(times=1), result_ttl=0)
-    player.work()
-
-
-@story
 def a_job_that_is_enqueued_for_later(player):
     request = {"agent_id": "a", "prompt": "say hello"}
     player.queue.enqueue_in(
@@ -159,14 +138,6 @@ def a_dependent_that_allows_its_dependency_to_fail(player):
 def a_dependent_of_two_jobs_of_which_one_waits(player):
     player.enqueue("say first", "first", result_ttl=600)
     player.enqueue("fail second", "second", retry=Retry(max=1, interval=120))
-    player.enqueue("say third", "third", depends_on=["first", "second"])
-    player.work()
-
-
-@story
-def a_dependent_of_two_jobs_of_which_one_repeats(player):
-    player.enqueue("say first", "first", repeat=Repeat(times=1, interval=120), result_ttl=60)
-    player.enqueue("fail second", "second", retry=Retry(max=1, interval=240))
     player.enqueue("say third", "third", depends_on=["first", "second"])
     player.work()
 

@@ -114,15 +114,6 @@ def test_a_key_that_is_no_job_affects_no_other_job(server, queue):
     assert [job.job_id for job in queue.claim(8, Busy())] == ["good"]
 
 
-@pytest.mark.parametrize(("failure_ttl", "expected"), [("60", 60), ("-1", -1), ("1e300", WEEK_S), ("x", WEEK_S)])
-def test_such_a_job_is_kept_for_its_own_failure_ttl(server, queue, failure_ttl, expected):
-    enqueue(server, "a.b", failure_ttl=failure_ttl)
-    queue.claim(8, Busy())
-    assert expected - 5 <= server.ttl("rq:job:a.b") <= expected
-    assert server.hget("rq:job:a.b", "status") == b"failed"
-    assert server.zscore("rq:failed:generate", "a.b")
-
-
 def test_canceling_such_a_waiting_job_reports_that_rq_cannot(server):
     enqueue(server, "a.b")
     with pytest.raises(JobNotFound, match="letters"):

@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 from redis.exceptions import RedisError
-from rq import RateLimit, Retry
+from rq import RateLimit, Repeat, Retry
 from rq.job import Job
 from rq.serializers import JSONSerializer
 from rq.webhook import Webhook
@@ -254,6 +254,14 @@ def test_a_job_with_a_webhook_is_refused_and_nothing_is_sent(connection, plain, 
     assert queue.claim(1, Busy()) == []
     assert "webhooks" in str(Job.fetch(job.id, connection, JSONSerializer).latest_result().exc_string)
     assert sent == []
+
+
+@pytest.mark.parametrize("interval", [0, 60])
+def test_a_job_with_repeats_is_refused(connection, plain, queue, interval):
+    job = plain.enqueue(TASK_PATH, request={"prompt": "x"}, repeat=Repeat(times=2, interval=interval), retry=Retry(1))
+    assert queue.claim(1, Busy()) == []
+    assert "repeats" in str(Job.fetch(job.id, connection, JSONSerializer).latest_result().exc_string)
+    assert connection.zcard("rq:scheduled:generate") == connection.llen("rq:queue:generate") == 0
 
 
 @pytest.mark.parametrize("damage", [None, "rq:rl:key:allowed", "concurrency"])

@@ -6,7 +6,7 @@ import time
 from urllib.parse import urlsplit
 
 import pytest
-from rq import Repeat, Retry
+from rq import Retry
 from rq.job import Dependency
 from tests.support.lossy_proxy import LossyProxy
 from tests.worker.queue.ends import fail, finish, give_back, stop
@@ -140,19 +140,6 @@ def test_an_end_whose_reply_is_lost_is_followed_by_all_its_steps(connection, pro
     with pytest.raises(OwnershipLost):
         finish(job, RESULT)
     assert nothing_is_left(connection)
-
-
-@pytest.mark.parametrize(("interval", "place"), [(0, "generate"), (30, "scheduled")])
-def test_the_end_of_a_job_that_repeats_is_known_though_its_reply_is_lost(
-    connection, proxy, queue, enqueue, interval, place
-):
-    enqueue("job", repeat=Repeat(times=1, interval=interval))
-    (job,) = claim(queue)
-    proxy.lose(ends)
-    again(lambda: finish(job, RESULT))
-    assert proxy.lost
-    assert connection.xlen("rq:results:job") == 1
-    assert place in places(connection, "job")
 
 
 def test_a_failure_whose_reply_is_lost_enqueues_the_dependents_that_allow_it(connection, proxy, queue, enqueue):

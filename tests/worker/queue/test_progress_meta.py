@@ -6,7 +6,7 @@ import pytest
 from rq import Retry
 from rq.job import Job
 from rq.serializers import JSONSerializer
-from tests.worker.queue.ends import fail, finish, give_back, stop
+from tests.worker.queue.ends import fail, finish
 
 from stoker_shared.errors import EngineFailed, GenerationTimedOut
 from stoker_shared.wire import TASK_PATH
@@ -39,7 +39,7 @@ def test_progress_of_a_job_that_has_just_ended_is_not_written_into_its_record(co
     assert progress_of(connection, job) is None
 
 
-@pytest.mark.parametrize("end", ["finish", "fail", "time out", "retry", "cancel"])
+@pytest.mark.parametrize("end", ["finish", "fail", "time out", "retry"])
 def test_progress_comes_and_goes_beside_the_producers_own_values_in_meta(connection, plain, queue, end):
     job_id = plain.enqueue(
         TASK_PATH, request={"agent_id": "a", "prompt": "x"}, meta={"mine": [], "n": 2**60}, retry=Retry(max=1)
@@ -60,10 +60,6 @@ def test_progress_comes_and_goes_beside_the_producers_own_values_in_meta(connect
     }
     if end == "finish":
         finish(job, RESULT)
-    elif end == "cancel":
-        Job.fetch(job_id, connection, JSONSerializer).cancel()
-        assert queue.withdrawn({}) == [job]
-        stop(job)
     else:
         error = EngineFailed("no") if end != "time out" else GenerationTimedOut("late")
         fail(job, error, partial_text="so far" if end == "time out" else None, may_retry=end == "retry")
@@ -71,19 +67,6 @@ def test_progress_comes_and_goes_beside_the_producers_own_values_in_meta(connect
     if end == "time out":
         kept["partial"] = "so far"
     assert json.loads(connection.hget(job.run.job.key, "meta")) == kept
-
-
-@pytest.mark.parametrize("by", ["stop", "recovery"])
-def test_a_job_that_goes_back_to_its_queue_shows_no_progress(connection, plain, queue, by):
-    plain.enqueue(TASK_PATH, request={"agent_id": "a", "prompt": "x"}, meta={"mine": 1})
-    (job,) = claim(queue)
-    queue.withdrawn({job.job_id: SequenceProgress("decode", 7, 3.0)})
-    if by == "stop":
-        assert give_back([job], counts_as_attempt=False) == 1
-    else:
-        job.release()  # as if an earlier worker had run it
-        assert queue.recover() == 1
-    assert json.loads(connection.hget(job.run.job.key, "meta")) == {"mine": 1}
 
 
 @pytest.mark.parametrize("meta", [b"\x80pickle", b"[1]", b'{"progress": "50 %"}', b'{"x": "' + b"y" * 20_000 + b'"}'])

@@ -5,11 +5,11 @@ from itertools import pairwise
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
-from rq import Queue, Repeat, Retry
+from rq import Queue, Retry
 from rq.job import Job
 from rq.scheduler import RQScheduler
 from rq.serializers import JSONSerializer
-from tests.worker.queue.ends import fail, finish
+from tests.worker.queue.ends import fail
 from tests.worker.queue.looking import places, taken_over
 
 from stoker_shared.errors import EngineFailed, RedisUnavailable
@@ -192,17 +192,6 @@ def test_a_retry_that_could_not_be_written_is_counted_once(connection, plain, qu
     monkeypatch.undo()
     fail(job, EngineFailed("may pass"))
     assert places(connection, job_id) == ["scheduled"]
-
-
-def test_a_repeat_that_could_not_be_written_is_counted_once(connection, plain, queue, monkeypatch):
-    job_id = plain.enqueue(TASK_PATH, request=REQUEST, repeat=Repeat(times=1, interval=60)).id
-    (job,) = queue.claim(8, Busy())
-    monkeypatch.setattr(Queue, "schedule_job", _gone)
-    with pytest.raises(RedisUnavailable):
-        finish(job, {"text": "done"})
-    monkeypatch.undo()
-    finish(job, {"text": "done"})
-    assert "scheduled" in places(connection, job_id)
 
 
 def _gone(*args, **options):

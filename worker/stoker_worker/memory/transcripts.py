@@ -625,7 +625,7 @@ class Ended(NamedTuple):
 
 def delivery_key(agent_id: str, delivery: Delivery) -> bytes:
     """SHA-256 of a delivery to an agent."""
-    parts = [agent_id, delivery.job_id, delivery.created_at, delivery.repeats_left, delivery.request]
+    parts = [agent_id, delivery.job_id, delivery.created_at, delivery.request]
     return hashlib.sha256(json.dumps(parts).encode()).digest()
 
 

@@ -83,7 +83,7 @@ class Busy:
 
 @dataclass(frozen=True)
 class Delivery:
-    """One enqueue of one job. Recovery and requeueing keep it; RQ's Repeat and a reused id make a new one.
+    """One enqueue of one job. Recovery and requeueing keep it; a reused id makes a new one.
 
     Attributes:
         created_at: from the job's hash; empty when its enqueuer wrote none.
@@ -92,7 +92,6 @@ class Delivery:
 
     job_id: str
     created_at: str
-    repeats_left: int | None = None
     request: str = ""
 
 

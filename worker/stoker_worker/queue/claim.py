@@ -57,7 +57,7 @@ from stoker_shared.wire import (
 )
 from stoker_worker.events import log_failure
 from stoker_worker.periodic import Periodic
-from stoker_worker.placement.placement import FRAGMENT, Placement, Writes, as_field
+from stoker_worker.placement.placement import FRAGMENT, MOST_AGENTS, Placement, Writes, as_field
 from stoker_worker.ports import Busy, Delivery, LastVersion, MemoryUse
 from stoker_worker.queue.cascade import model_of
 from stoker_worker.queue.client import lua
@@ -277,7 +277,7 @@ class Claimer:
         """The execution that the job gets if it is claimed."""
         run = Execution(uuid4().hex, job_id, self._connection, self._worker_name)
         run.created_at = run.last_heartbeat = moment
-        self._in_flight.starting(run)
+        self._in_flight.starting(job_id)
         return run
 
     def _last(self, use: MemoryUse, maker: str, number: int) -> LastVersion | None:
@@ -303,7 +303,8 @@ def _about(
     return {
         **{"queue": queue_name, "member": lease.member, "worker": registration.name, "ttl": ttl_s},
         **{"started": started, "scheduled": scheduled, "deferred": deferred, "canceled": canceled},
-        **{"held": [*placement.held.values()], "last": [*placement.last.values()], "members": MEMBERS_KEY},
+        **{"held": [*placement.held.values()], "last": [*placement.last.values()]},
+        **{"members": MEMBERS_KEY, "most_agents": MOST_AGENTS},
         **{"is_shared": bool(lease.shared), "taken": TAKEN_KEY.format(queue=queue_name)},
         **{"counts": COUNTS_KEY.format(queue=queue_name), "batches": BATCH_KEY.format(batch="")},
         **{"jobs": Job.key_for(""), "executions": executions, "execution": execution},
@@ -367,8 +368,6 @@ class JobStart:
     def _claimed(
         self, run: JobRun, request: GenerationRequest | AgentRequest, last: LastVersion | None
     ) -> RqClaimedJob:
-        if isinstance(request, GenerationRequest) and request.route and run.job.repeats_left:
-            raise PayloadRefused("a job with a route ends in another queue than it began, so it cannot be repeated")
         rq_job, now = run.job, time.time()
         timeout_s = rq_job.timeout if rq_job.timeout is not None else DEFAULT_JOB_TIMEOUT_S
         rq_job.drop_data()
@@ -376,7 +375,7 @@ class JobStart:
             job_id=rq_job.id,
             queue=rq_job.origin,
             request=request,
-            delivery=Delivery(rq_job.id, rq_job.raw_created_at, rq_job.repeats_left, rq_job.digest()),
+            delivery=Delivery(rq_job.id, rq_job.raw_created_at, rq_job.digest()),
             attempt=rq_job.worker_losses + 1,
             losses_alone=rq_job.losses_alone,
             enqueued_at=rq_job.enqueued_at.timestamp() if rq_job.enqueued_at else now,

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal
 
 from redis import Redis
 from redis.client import Pipeline
@@ -26,7 +26,6 @@ from rq.executions import Execution
 from rq.job import Job, JobStatus
 from rq.queue import Queue
 from rq.registry import FailedJobRegistry
-from rq.repeat import Repeat
 from rq.results import Result
 from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
@@ -66,8 +65,6 @@ FOREIGN_ID: Final = InvalidRequest(
 # A key of another type, a number that is none, a time that no clock reaches. Other replies are about the server, as a
 # right that is missing, and are no job's fault.
 _OF_THE_DATA: Final = re.compile(r"\bWRONGTYPE\b|\b(hash )?value is (not|out of)\b|\binvalid expire\b")
-
-_TTL: Final = re.compile(r"-1|[0-9]{1,9}")  # anybody may write anything
 
 _FIELDS: Final = (FIELD_ATTEMPTS, FIELD_LOST_ALONE, FIELD_DELIVERY)
 
@@ -179,8 +176,7 @@ class JobFinish:
         """
         ttl_s = run.job.get_result_ttl(DEFAULT_RESULT_TTL_S)
         commands = partial(self._success, run, result, verdict, ttl_s)
-        kept_s = ttl_s if ttl_s > 0 and not run.job.repeats_left else None  # others wait for its next end
-        self._end(run, RunEnd(commands, "finished", kept_s), "finished")
+        self._end(run, RunEnd(commands, "finished", ttl_s if ttl_s > 0 else None), "finished")
 
     def fail(self, run: JobRun, error: Exception, *, partial_text: str | None = None, may_retry: bool = True) -> None:
         """
@@ -216,10 +212,8 @@ class JobFinish:
         Raises:
             OwnershipLost: the id is not in the queue, or the lease is another worker's.
         """
-        lease, key, ttl = self.ownership.lease, raw(Job.key_for(job_id)), ""
-        with suppress(ResponseError):  # it is no hash
-            ttl = (cast(bytes | None, self._connection.hget(key, "failure_ttl")) or b"").decode(errors="replace")
-        commands = _bare_failure(queue_name, job_id, line, ttl)
+        lease, key = self.ownership.lease, raw(Job.key_for(job_id))
+        commands = _bare_failure(queue_name, job_id, line)
         words = [word for command in commands for word in (len(command), *command)]
         keys = [*lease.keys, Queue(queue_name, connection=self._connection).key, key]
         found = self._fail_waiting(keys=keys, args=[*lease.args, raw(job_id), *words])
@@ -237,7 +231,7 @@ class JobFinish:
         job.has_run_fields = True
 
         def commands() -> Sequence[Sequence[Any]]:
-            return [*_bare_failure(job.origin, job.id, line, str(job.failure_ttl)), *self._removed(run)]
+            return [*_bare_failure(job.origin, job.id, line), *self._removed(run)]
 
         self._end(run, RunEnd(commands, "failed"), "failed")
 
@@ -279,10 +273,7 @@ class JobFinish:
             recorded.hset(rq_job.key, mapping=over)
             rq_job.finished_job_registry.add(rq_job, ttl_s, recorded)
             _write_meta(rq_job, recorded, None)
-        if rq_job.repeats_left is not None and rq_job.repeats_left > 0:
-            rq_job._result = dict(result)
-            _repeat(rq_job, recorded)
-        elif ttl_s == 0:
+        if ttl_s == 0:
             rq_job._status = JobStatus.FINISHED
             rq_job.cleanup(0, recorded, remove_from_queue=False)
         elif ttl_s > 0:
@@ -290,7 +281,7 @@ class JobFinish:
             if rq_job.has_dependencies:
                 recorded.expire(rq_job.dependencies_key, ttl_s)
         if run.writes is not None:
-            self._placement.wrote(recorded, run.writes, result)
+            self._placement.ended(recorded, run.writes, result)
         counted = [count(verdict)] if verdict is not None and verdict.attempts else []
         return [*_words(recorded), *self._removed(run), *counted]
 
@@ -303,6 +294,8 @@ class JobFinish:
         else:
             rq_job.set_status(JobStatus.STOPPED if how == "stopped" else JobStatus.FAILED, recorded)
             rq_job._handle_failure(reason, recorded, **self._about_execution(run))
+            if run.writes is not None:
+                self._placement.ended(recorded, run.writes, {})
         return sorted([*_words(recorded), *self._removed(run)], key=lambda words: words[0] != "XADD")
 
     def _about_execution(self, run: JobRun) -> dict[str, Any]:
@@ -310,8 +303,7 @@ class JobFinish:
         return {**about, "execution_started_at": run.execution.created_at, "execution_ended_at": run.job.ended_at}
 
     def _removed(self, run: JobRun) -> Sequence[Sequence[Any]]:
-        """The commands that remove the run. Some fields belong to it: a requeue by an operator, or RQ's Repeat, begins
-        at zero."""
+        """The commands that remove the run. Some fields belong to it: a requeue by an operator begins at zero."""
         recorded = self._connection.pipeline(transaction=False)
         run.execution.delete(run.job, recorded)
         if run.job.has_run_fields:
@@ -323,9 +315,10 @@ def _words(recorded: Pipeline) -> list[Sequence[Any]]:
     return [words for words, _ in recorded.command_stack]
 
 
-def _bare_failure(queue_name: str, job_id: str, line: str, failure_ttl: str) -> list[Sequence[Any]]:
-    """The commands that fail a job without RQ's objects: no key of it but its hash has a type that one can rely on."""
-    ttl_s = int(failure_ttl) if _TTL.fullmatch(failure_ttl) else DEFAULT_FAILURE_TTL_S
+def _bare_failure(queue_name: str, job_id: str, line: str) -> list[Sequence[Any]]:
+    """The commands that fail a job without RQ's objects: no key of it but its hash has a type that one can rely on, and
+    no field has."""
+    ttl_s = DEFAULT_FAILURE_TTL_S
     key, results = raw(Job.key_for(job_id)), raw(Result.get_key(job_id))
     compressed = zlib.compress(line.encode(errors="replace"))
     result = ("type", Result.Type.FAILED.value, "worker_name", "", "exc_string", b64encode(compressed))
@@ -334,8 +327,9 @@ def _bare_failure(queue_name: str, job_id: str, line: str, failure_ttl: str) -> 
         ("HSET", key, "status", JobStatus.FAILED.value, "ended_at", utcformat(now()), "exc_info", compressed),
         ("DEL", results),
         ("XADD", results, "*", *result),
-        *([("PERSIST", key)] if ttl_s < 0 else [("EXPIRE", key, ttl_s), ("EXPIRE", results, ttl_s)]),
-        ("ZADD", failed, ttl_s if ttl_s < 0 else int(time.time()) + ttl_s, raw(job_id)),
+        ("EXPIRE", key, ttl_s),
+        ("EXPIRE", results, ttl_s),
+        ("ZADD", failed, int(time.time()) + ttl_s, raw(job_id)),
     ]
 
 
@@ -354,31 +348,19 @@ def _write_meta(rq_job: JsonJob, recorded: Pipeline, partial_text: str | None) -
         recorded.hdel(rq_job.key, "meta")
 
 
-def _repeat(rq_job: JsonJob, recorded: Pipeline) -> None:
-    """RQ counts a repeat before it has written it; the next try must not count it twice."""
-    before = rq_job.repeats_left, rq_job.repeat_intervals
-    try:
-        Repeat.schedule(rq_job, _queue_of(rq_job), recorded)
-    finally:
-        rq_job.repeats_left, rq_job.repeat_intervals = before
-
-
 def _retry(rq_job: JsonJob, recorded: Pipeline) -> None:
     """RQ's `Job.retry` puts a job that is retried at once behind all others, and so behind its agent's next job; and it
     writes the status of one that waits before the transaction, after which it is in no list."""
-    queue, interval_s, retries_left = _queue_of(rq_job), rq_job.get_retry_interval(), rq_job.retries_left
+    queue = Queue(rq_job.origin, connection=rq_job.connection, job_class=JsonJob, serializer=JSONSerializer)
+    interval_s, retries_left = rq_job.get_retry_interval(), rq_job.retries_left
     rq_job.retries_left = (retries_left or 0) - 1
     try:
         if interval_s:
             queue.schedule_job(rq_job, now() + timedelta(seconds=interval_s), pipeline=recorded)
         else:
             queue._enqueue_job(rq_job, recorded, at_front=True)
-    finally:  # as with repeats
+    finally:  # the next try must not count it twice
         rq_job.retries_left = retries_left
-
-
-def _queue_of(rq_job: JsonJob) -> Queue:
-    return Queue(rq_job.origin, connection=rq_job.connection, job_class=JsonJob, serializer=JSONSerializer)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -443,7 +425,6 @@ class RqClaimedJob(ClaimedJob):
     def stop(self) -> None:
         if not self.ends.stop(self.run):
             self.ends.ownership.refuse_if_lost(self.run, self.claim_number)
-            self._clear_progress()
         self.ends.streams.close(self.claim_number, ended=True)
 
     @as_redis_unavailable()
@@ -458,7 +439,6 @@ class RqClaimedJob(ClaimedJob):
             if self.ends.requeue(claim, counts_as_attempt=counts_as_attempt) == "ended":
                 self.ends.ownership.let_go(self.run)
                 return False
-            self._clear_progress()
             return True
         finally:
             self.ends.streams.close(self.claim_number, ended=False)
@@ -478,7 +458,6 @@ class RqClaimedJob(ClaimedJob):
         """Send the job on to the next model, unless there is none, or its stop was asked for."""
         if verdict.next is None or self.in_flight.is_to_stop(self.job_id):
             return False
-        self._clear_progress()
         try:
             with self._lost_is_told():
                 self.ends.go_on(self.run, verdict, verdict.next)
@@ -495,7 +474,3 @@ class RqClaimedJob(ClaimedJob):
         except OwnershipLost:
             self.ends.ownership.refuse_if_lost(self.run, self.claim_number)
             raise
-
-    def _clear_progress(self) -> None:
-        if self.run.job.has_progress:
-            self.ends.progress.clear(self.run.job.key)

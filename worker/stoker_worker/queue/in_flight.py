@@ -8,8 +8,6 @@ import threading
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-from rq.executions import Execution
-
 from stoker_worker.ports import ClaimedJob
 
 J = TypeVar("J", bound=ClaimedJob)
@@ -25,19 +23,19 @@ class JobsInFlight(Generic[J]):
         self._lock = threading.Lock()
         self._jobs: dict[str, J] = {}
         self._released = threading.Event()
-        self._runs: dict[str, str] = {}  # job ids by execution id, also of the runs that are being started
+        self._starting: set[str] = set()
         self._to_stop: set[str] = set()
 
-    def starting(self, execution: Execution) -> None:
+    def starting(self, job_id: str) -> None:
         """A stop command that comes from here on is for this run, although its job is not in flight yet."""
         with self._lock:
-            self._runs[execution.id] = execution.job_id
+            self._starting.add(job_id)
 
     def all_started(self) -> None:
         """Each run that was being started is in flight by now, or will not be."""
         with self._lock:
             self._to_stop &= self._jobs.keys()
-            self._runs = {execution: job_id for execution, job_id in self._runs.items() if job_id in self._jobs}
+            self._starting.clear()
 
     def add(self, job: J) -> None:
         with self._lock:
@@ -48,7 +46,6 @@ class JobsInFlight(Generic[J]):
             if self._jobs.get(job.job_id) is job:  # its id may have been enqueued again, and claimed since
                 del self._jobs[job.job_id]
                 self._to_stop.discard(job.job_id)
-                self._runs = {execution: job_id for execution, job_id in self._runs.items() if job_id != job.job_id}
         self._released.set()
 
     def get(self, job_id: str) -> J | None:
@@ -67,12 +64,7 @@ class JobsInFlight(Generic[J]):
 
     def ask_to_stop(self, job_id: str) -> None:
         with self._lock:
-            if job_id in self._jobs or job_id in self._runs.values():
-                self._to_stop.add(job_id)
-
-    def ask_to_stop_execution(self, execution_id: str) -> None:
-        with self._lock:
-            if (job_id := self._runs.get(execution_id)) is not None:
+            if job_id in self._jobs or job_id in self._starting:
                 self._to_stop.add(job_id)
 
     def is_to_stop(self, job_id: str) -> bool:

@@ -27,7 +27,6 @@ from stoker_shared.wire import (
     FIELD_STREAM,
     FIELD_TRIED,
     MAX_REQUEST_BYTES,
-    META_PROGRESS,
     PACKED_WITH_ZLIB,
     REQUEST_KWARG,
     TASK_PATH,
@@ -79,14 +78,12 @@ class JsonJob(Job):
     worker_losses: int = 0  # how many workers were lost with this job in flight
     losses_alone: int = 0  # how many of those had no other job in flight
     is_listened_to: bool = False  # a reader wants the text as it is generated
-    has_progress: bool = False  # `meta` holds the progress of an earlier run, whose worker was lost
     raw_meta: bytes = b""  # as far as this worker knows
     has_ended: bool = False  # its run has
     has_dependencies: bool = False
     has_webhooks: bool = False
     has_run_fields: bool = False  # its hash may have one of `OF_THE_RUN`
     raw_created_at: str = ""  # RQ replaces a missing value by the time of reading, which would identify no delivery
-    raw_repeats_left: bytes = b""
     packs_result: bool = False  # its producer wants a compressed result
     tried: str = ""  # its `FIELD_TRIED`
     was_saving: bool = False  # an earlier run of this delivery had begun to save its turn
@@ -102,7 +99,6 @@ class JsonJob(Job):
         if malformed:
             names = ", ".join(sorted(name.decode() for name in malformed))
             self.payload_error = PayloadRefused(f"the job's hash is malformed: {names}")
-        self.raw_repeats_left = raw_data.get(b"repeats_left", b"")
         if b"data" in too_long or len(unpacked(data)) > MAX_DATA_BYTES:
             self.payload_error = RequestTooLarge(f"the request is over the limit of {MAX_REQUEST_BYTES} bytes")
             data = b"[]"
@@ -119,7 +115,6 @@ class JsonJob(Job):
         self.has_run_fields = any(name.encode() in raw_data for name in OF_THE_RUN)
         self.has_dependencies, self.has_webhooks = (bool(raw_data.get(name)) for name in _SEEN)
         self.raw_meta = raw_data.get(b"meta", b"")
-        self.has_progress = isinstance(self.meta, dict) and META_PROGRESS in self.meta
         self.packs_result = raw_data.get(FIELD_PACKED.encode()) == PACKED_WITH_ZLIB.encode()
         self.raw_created_at = raw_data.get(b"created_at", b"").decode(errors="replace")
         saving = raw_data.get(FIELD_SAVING.encode(), b"").decode(errors="replace")
@@ -149,7 +144,7 @@ class JsonJob(Job):
         """The request of this job.
 
         Raises:
-            PayloadRefused: the job is no JSON job for this worker, or has callbacks, webhooks or a rate limit.
+            PayloadRefused: the job is no JSON job for this worker, or has callbacks, webhooks, repeats or a rate limit.
             RequestError: the request is not valid.
         """
         func_name, args, kwargs = self.func_name, self.args, self.kwargs
@@ -170,6 +165,8 @@ class JsonJob(Job):
                 )
         if self.has_webhooks:
             raise PayloadRefused("this worker sends no webhooks, and the job has webhooks")
+        if self.repeats_left:
+            raise PayloadRefused("this worker repeats no jobs, and the job has repeats: enqueue one for each time")
         if self.rate_limit_key:
             raise PayloadRefused(f"this worker keeps no rate limits, and the job has {self.rate_limit_key[:200]!r}")
         request = kwargs.get(REQUEST_KWARG) if isinstance(kwargs, dict) else None
@@ -205,9 +202,9 @@ def hash_of(data: bytes) -> bytes:
     return hashlib.sha1(data, usedforsecurity=False).digest()
 
 
-def delivery_stamp(created_at: bytes, repeats_left: bytes, data: bytes) -> str:
+def delivery_stamp(created_at: bytes, data: bytes) -> str:
     """A value that differs between the deliveries of one id, in hex. `delivery` in `lua/` computes the same."""
-    return hashlib.sha1(b"\0".join((created_at, repeats_left, data)), usedforsecurity=False).hexdigest()
+    return hashlib.sha1(created_at + b"\0" + data, usedforsecurity=False).hexdigest()
 
 
 def as_count(value: bytes | None) -> int:
@@ -273,7 +270,6 @@ _FORMS: Final[Mapping[bytes, Callable[[bytes], object]]] = {
     **{name.encode(): _is_number for name in _NUMBERS},
     b"status": lambda value: JobStatus(value.decode()),
     b"retry_intervals": lambda value: _are_intervals(value) and read_json(value) != [],
-    b"repeat_intervals": _are_intervals,
 }
 """The type of each field that RQ decodes. RQ reads an empty field as a missing one, nearly everywhere."""
 

@@ -128,23 +128,23 @@ class Ownership:
     def _goes_on(self, run: JobRun) -> bool:
         """Put right the hash of a job that was sent twice; ``False`` when the hash holds another delivery."""
         rq_job = run.job
-        names = ("created_at", "repeats_left", "data", "origin")
+        names = ("created_at", "data", "origin")
         fields = cast(list[bytes | None], self._connection.hmget(rq_job.key, names))
-        created_at, repeats_left, data, origin = (value or b"" for value in fields)
-        if not _is_delivery_of(rq_job, created_at, repeats_left, data):
+        created_at, data, origin = (value or b"" for value in fields)
+        if not _is_delivery_of(rq_job, created_at, data):
             return False
         queues = {rq_job.origin, origin.decode(errors="replace") or rq_job.origin}
         keys = [*self._keys(run), *(Queue(name, connection=self._connection).key for name in sorted(queues))]
         started_at = utcformat(rq_job.started_at) if rq_job.started_at else ""
-        written = [delivery_stamp(created_at, repeats_left, data), rq_job.origin, self.lease.worker_name, started_at]
+        written = [delivery_stamp(created_at, data), rq_job.origin, self.lease.worker_name, started_at]
         self._put_right(keys=keys, args=[*self.lease.args, "", rq_job.id, *written])
         return True
 
 
-def _is_delivery_of(rq_job: JsonJob, created_at: bytes, repeats_left: bytes, data: bytes) -> bool:
+def _is_delivery_of(rq_job: JsonJob, created_at: bytes, data: bytes) -> bool:
     """Bytes may differ where a client of RQ's has read the job and written it again: it compresses the data, and writes
     times in its own form."""
-    if repeats_left != rq_job.raw_repeats_left or hash_of(unpacked(data)) != rq_job.data_hash:
+    if hash_of(unpacked(data)) != rq_job.data_hash:
         return False
     written = rq_job.raw_created_at
     if created_at == written.encode(errors="replace"):

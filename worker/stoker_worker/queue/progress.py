@@ -50,21 +50,15 @@ local found = redis.call('HMGET', KEYS[1], 'status', 'meta')
 if found[1] ~= 'started' or (found[2] or '') ~= ARGV[1] or redis.call('EXISTS', KEYS[2]) == 0 then return 0 end
 return redis.call('HSET', KEYS[1], 'meta', ARGV[2])
 """
-_CLEAR: Final = """
-if redis.pcall('HGET', KEYS[1], 'meta') ~= ARGV[1] then return 0 end
-if ARGV[2] == '{}' then return redis.call('HDEL', KEYS[1], 'meta') end
-return redis.call('HSET', KEYS[1], 'meta', ARGV[2])
-"""
 
 
 class ProgressMeta:
-    """Writes progress that has changed, and removes it."""
+    """Writes progress that has changed. The end of the job removes it; what an earlier run has left is not shown."""
 
     def __init__(self, connection: Redis) -> None:
         self._connection = connection
         self._look = connection.register_script(_LOOK)
         self._note = connection.register_script(_NOTE)
-        self._clear = connection.register_script(_CLEAR)
 
     def look(self, pipeline: Pipeline, run: JobRun) -> None:
         """Ask for the job's `status`, its `FIELD_STREAM`, and its `meta` if that is not too large for progress."""
@@ -84,18 +78,9 @@ class ProgressMeta:
             return
         if before and all(before[key] == shown[key] for key in ("stage", "tokens")):
             return
-        run.job.has_progress = True
         written = json.dumps({**fields, META_PROGRESS: shown})
         self._note(keys=[run.job.key, run.execution.key], args=[meta, written], client=pipeline)
         run.job.raw_meta = written.encode()
-
-    def clear(self, job_key: str) -> None:
-        """Clear the progress of a job that does not run any more and that `JobFinish` did not end."""
-        meta = None
-        with suppress(ResponseError):  # its key is no hash any more
-            meta = self._connection.hget(job_key, "meta")
-        if meta and (fields := read_meta(meta)) and _is_ours(fields.get(META_PROGRESS)):
-            self._clear(keys=[job_key], args=[meta, json.dumps(without_progress(fields))])
 
 
 def read_meta(meta: bytes | str | None) -> dict[str, Any] | None:

@@ -25,7 +25,6 @@ from stoker_shared.errors import QueueHeld
 from stoker_worker.queue.end import Claim, Requeue
 from stoker_worker.queue.json_job import raw, text
 from stoker_worker.queue.lease import Lease, Members
-from stoker_worker.queue.progress import ProgressMeta
 from stoker_worker.queue.registration import NAME_PREFIX, member_of
 
 log = logging.getLogger(__name__)
@@ -45,7 +44,6 @@ class Recoverer:
         self._lease = lease
         self._members = members
         self._requeue = Requeue(connection, lease)
-        self._progress = ProgressMeta(connection)
 
     def recover(self, own_ids: frozenset[str]) -> int:
         """Put back jobs; returns how many.
@@ -58,7 +56,7 @@ class Recoverer:
         started = self._started(queues)
         members.look(asks_processes=True)  # after that: whoever has an execution was a member before
         found = self._orphans(lease.member, started, own_ids)
-        recovered = self._put_back(self._requeue, [*found, *self._nobodys(queues, started)])
+        recovered = self._requeue.all(self._latest_first([*found, *self._nobodys(queues, started)]))
         lease.settle()
         names = (execution.worker_name for _, execution in started)
         # RQ's own rules decide about a stock worker's.
@@ -79,18 +77,10 @@ class Recoverer:
         except QueueHeld:
             return 0
         started = self._started(queues)  # as it is now: the dead one starts and ends nothing any more
-        found = self._orphans(name, started)
-        recovered = self._put_back(Requeue(self._connection, lease), found)
+        found = self._latest_first(self._orphans(name, started))
+        recovered = Requeue(self._connection, lease).all(found)
         lease.leave()
         log.warning("worker %s is dead and a member no more; %d of its jobs are back in the queue", name, recovered)
-        return recovered
-
-    def _put_back(self, requeue: Requeue, found: Sequence[Claim]) -> int:
-        orphans = self._latest_first(found)
-        recovered = requeue.all(orphans)
-        for lost in orphans:
-            if lost.execution is not None:
-                self._progress.clear(Job.key_for(lost.job_id))
         return recovered
 
     def _started(self, queues: Iterable[str]) -> Started:

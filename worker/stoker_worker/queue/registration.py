@@ -188,10 +188,8 @@ class RqRegistration(BaseWorker):
             return
         if command == "shutdown" and self.on_shutdown is not None:
             self.on_shutdown()
-        elif command == "stop-job":
+        elif command in ("stop-job", "stop-execution"):  # a job has one execution at a time
             self.in_flight.ask_to_stop(str(payload.get("job_id", "")))
-        elif command == "stop-execution":
-            self.in_flight.ask_to_stop_execution(str(payload.get("execution_id", "")))
         else:
             self._ignore(repr(command)[:_MOST_SHOWN])
 

@@ -77,14 +77,14 @@ class RqQueue(QueuePort):
         self._lease = lease
         self._queues = queues = registration.queue_names()
         self._in_flight = in_flight
-        placement = Placement(connection, queues if lease.shared else (), worker_name=registration.name)
+        placement = Placement(queues if lease.shared else (), worker_name=registration.name)
         self._members = members = Members(connection, lease, ttl_s=lease.ttl_s)
         self._ownership = Ownership(connection, lease)
         self._job_finish = ends = JobFinish(connection, registration, self._ownership, placement)
         self._streams, self._progress = ends.streams, ends.progress
         self._job_start = JobStart(connection, registration, ends)
         self._recoverer = Recoverer(connection, lease, members)
-        self._housekeeping = Housekeeping(connection, lease, members, placement)
+        self._housekeeping = Housekeeping(connection, lease, members)
         claimers = {
             name: Claimer(
                 connection, name, lease, placement, registration, is_at_hand=is_at_hand, patience_s=patience_s
@@ -285,7 +285,7 @@ def open_queue(
     Raises:
         RedisUnavailable: no server at the URL, it refuses us, or it is too old.
         QueueHeld: another live worker has this name, or serves a queue that the two may not share.
-        StoreUnusable: the conversations of a queue are in another store, or another live worker has a copy of this one.
+        StoreUnusable: the conversations of a queue are in another store.
     """
     with ExitStack() as closing:
         connection = connect(redis_url, wait=settings.standby)

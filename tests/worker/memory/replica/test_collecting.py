@@ -83,23 +83,6 @@ def test_files_that_no_list_names_go_after_a_day(share: Share, written: Machine)
     assert collect_there(Bucket(share.url)).files == 3
 
 
-def test_what_killed_workers_left_half_written_goes_after_a_day(share: Share, written: Machine) -> None:
-    """As obstore names it, whose listing hides it."""
-    version = min(files_below(share.objects / "agents"))
-    old, young = version.with_name(f"{version.name}#1"), version.with_name("000000000009.json#12")
-    for path in (old, young, share.objects / "notes #1"):
-        path.write_text("half of a conversation")
-    for path in (old, share.objects / "notes #1"):
-        age(path, 1.1)
-    before = set(files_below(share.objects))
-    assert collect_there(Bucket(share.url), dry_run=True).files == 1
-    assert set(files_below(share.objects)) == before
-    done = collect_there(Bucket(share.url))
-    assert (done.files, done.bytes) == (1, len("half of a conversation"))
-    assert set(files_below(share.objects)) == before - {old}
-    assert written.agent("a").tokens() == ids(900)
-
-
 def test_the_command(share: Share, written: Machine, tmp_path: Path) -> None:
     def gc(*options: str) -> tuple[int, str]:
         done = CliRunner().invoke(main, ["memory", "gc", "--store", str(tmp_path / "one"), *options])

@@ -12,8 +12,8 @@ from tests.worker.memory.replica.sharing import BOTH, Machine, Share
 from stoker_shared.errors import SharedStoreAway, StoreUnusable
 from stoker_worker.cli.main import main
 from stoker_worker.memory.replica import sharing
-from stoker_worker.memory.replica.bucket import Bucket, Stored
-from stoker_worker.memory.replica.versions import first_folder, version_name
+from stoker_worker.memory.replica.bucket import Bucket
+from stoker_worker.memory.replica.versions import version_name
 from stoker_worker.memory.store_parts import opened
 
 LONG = ids(2000)
@@ -90,26 +90,6 @@ def test_an_interrupted_share_goes_on(
     assert share_store(tmp_path / "one", share)[1] == {"agents": 5, "put": 4, "n_refused": 0, "refused": {}}
     two = machine("two")
     assert [two.agent(f"agent{n}").open().number for n in range(5)] == [20] * 5
-
-
-def test_the_agents_of_a_page_are_looked_for_by_one_list(
-    share: Share, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before they are put, and after: a list for each agent takes longer than the puts."""
-    alike = [name for n in range(2000) if first_folder(name := f"agent{n}") == "agents/00"]
-    say_alone(tmp_path / "one", **dict.fromkeys(alike, 2))
-    lists = []
-
-    def listed(bucket: Bucket, folder: str, limit_s: float | None = None, **inside: str | None) -> list[Stored]:
-        lists.append(folder)
-        return real(bucket, folder, limit_s, **inside)
-
-    real = Bucket.listed
-    monkeypatch.setattr(Bucket, "listed", listed)
-    assert share_store(tmp_path / "one", share)[1]["put"] == len(alike) > 3
-    assert lists.count("agents/00") == 2
-    assert share_store(tmp_path / "one", share)[1]["put"] == 0
-    assert lists.count("agents/00") == 3
 
 
 @pytest.mark.parametrize("number", [3, 40])

@@ -48,8 +48,6 @@ CACHE_LIMIT_S: Final = 60.0
 """For what nobody waits for."""
 _MOST_HANGING: Final = 32
 _MOST_DURABLE: Final = 2**16
-_HALF_WRITTEN: Final = re.compile(r".+\.(?:json|safetensors)#[0-9]+")
-"""As obstore names a file in a folder until it is whole."""
 
 
 class BucketAway(OSError):
@@ -171,18 +169,12 @@ class Bucket:
 
         return self._timed(look, self._commit_limit_s)
 
-    def listed(
-        self, folder: str, limit_s: float | None = None, *, after: str | None = None, until: str | None = None
-    ) -> list[Stored]:
-        """The objects below a folder, by name. `after`: only those whose names follow this one; `until`: and do not
-        follow this one. Raises `BucketAway`."""
+    def listed(self, folder: str, limit_s: float | None = None, *, after: str | None = None) -> list[Stored]:
+        """The objects below a folder, by name. `after`: only those whose names follow this one. Raises `BucketAway`."""
 
         def look() -> list[Stored]:
-            stored, last = [], until or "~"
-            for page in self._api.list(self._store, prefix=folder, offset=after):
-                stored += [_stored(x) for x in page if x["path"] <= last]
-                if not self.lags and page and page[-1]["path"] > last:  # a bucket lists by name
-                    break
+            pages = self._api.list(self._store, prefix=folder, offset=after)
+            stored = [_stored(x) for page in pages for x in page]
             if not stored:
                 self._check_mounted()
             return sorted(stored, key=lambda x: x.name)
@@ -210,22 +202,6 @@ class Bucket:
         if found is None:
             raise self.away(f"{name} is there and is not")
         return found.changed_at
-
-    def half_written(self, folders: Iterable[str], before: float, limit_s: float) -> dict[Path, int]:
-        """The bytes of the files that killed processes left below these folders before then (Unix time). No other call
-        shows them, and a bucket has none. Raises `BucketAway`."""
-
-        def look() -> dict[Path, int]:
-            found = {}
-            for top in () if self._folder is None else map(self._folder.joinpath, folders):
-                for folder, _, names in os.walk(top):
-                    for path in (Path(folder, name) for name in names if _HALF_WRITTEN.fullmatch(name)):
-                        with suppress(FileNotFoundError):
-                            if (seen := path.stat()).st_mtime < before:
-                                found[path] = seen.st_size
-            return found
-
-        return self._timed(look, limit_s)
 
     def _make_durable(self, top: Path, name: str) -> None:
         """The file, its name, and the names of the folders that were made for it. Raises `OSError`."""

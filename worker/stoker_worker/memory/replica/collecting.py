@@ -1,8 +1,7 @@
 """Limits the bytes of caches in a shared store, by age and use. A command of the shell, beside workers.
 
 What is in use, and since when, is in the lists that workers keep beside the caches. Versions stay: they are the truth.
-A worker that misses a file which was removed here computes it again. Objects that have no name of a cache file stay,
-except for those that killed workers left half written in a folder.
+A worker that misses a file which was removed here computes it again. Objects that have no name of a cache file stay.
 """
 
 from collections.abc import Iterable
@@ -13,7 +12,6 @@ from typing import Final
 from stoker_shared.errors import StoreUnusable
 from stoker_worker.memory.replica.bucket import CACHE_LIMIT_S, MARKER, Bucket, Stored, identity_of
 from stoker_worker.memory.replica.caches import BLOCKS, CACHES, PIECES, files_in, is_cache_file
-from stoker_worker.memory.replica.versions import AGENTS
 
 _YOUNG_S: Final = 86_400.0
 """A worker may not have listed what is younger."""
@@ -28,7 +26,7 @@ class CollectedThere:
     """The removed objects, or those to be removed.
 
     Attributes:
-        files: cache files, and half-written ones. `bytes`: theirs.
+        files: cache files. `bytes`: theirs.
         agents: that lost their caches.
         left_bytes: of the cache files that stay.
     """
@@ -42,8 +40,8 @@ class CollectedThere:
 def collect_there(
     bucket: Bucket, *, max_bytes: int | None = None, unused_s: float | None = None, dry_run: bool = False
 ) -> CollectedThere:
-    """Remove the cache files that no agent uses, and what has long been half written; then those of agents unused for
-    `unused_s`, and of those unused the longest, until `max_bytes` are left.
+    """Remove the cache files that no agent uses; then those of agents unused for `unused_s`, and of those unused the
+    longest, until `max_bytes` are left.
 
     Raises:
         StoreUnusable: it is no shared store.
@@ -63,7 +61,6 @@ def collect_there(
             users[name] = users.get(name, 0) + 1
     going = {name: x for name, x in files.items() if name not in users and x.changed_at < now - _YOUNG_S}
     left = sum(x.n_bytes for x in files.values()) - sum(x.n_bytes for x in going.values())
-    half_written = bucket.half_written((AGENTS, CACHES, BLOCKS, PIECES), now - _YOUNG_S, _LIMIT_S)
     agents: list[Stored] = []
     for stored in lists:
         is_old = unused_s is not None and stored.changed_at < now - unused_s
@@ -84,10 +81,7 @@ def collect_there(
         agents = [stored for stored in agents if stored.name not in written]
         _remove(bucket, [stored.name for stored in agents])  # first the lists
         _remove(bucket, list(going))
-        for path in half_written:
-            path.unlink(missing_ok=True)
-    n_bytes = sum(x.n_bytes for x in going.values()) + sum(half_written.values())
-    return CollectedThere(len(going) + len(half_written), n_bytes, len(agents), left)
+    return CollectedThere(len(going), sum(x.n_bytes for x in going.values()), len(agents), left)
 
 
 def _uses(bucket: Bucket, lists: Iterable[Stored], files: dict[str, Stored]) -> dict[Stored, tuple[str, ...]]:

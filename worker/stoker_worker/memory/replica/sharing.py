@@ -1,8 +1,8 @@
 """Shares an existing store: puts its agents into a shared store that lacks them. A command of the shell, which has the
 store's lock.
 
-Goes through the agents in pages, in the order of their names there: memory does not grow with the store, and one list
-tells what a page has there. What is there already is compared and not put again, so after an interruption it goes on.
+Goes through the agents in pages, so memory does not grow with the store. What is there already is compared and not put
+again, so after an interruption it goes on.
 An agent that is another one there is named, and stays as it is on both sides: then the store is not noted as shared,
 and no worker starts with it.
 """
@@ -11,7 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby
 from typing import Final
 
 from stoker_shared.errors import VersionTaken
@@ -20,7 +19,7 @@ from stoker_worker.memory.agent_changes import version_of
 from stoker_worker.memory.database import Connection, Damaged, write_note
 from stoker_worker.memory.replica.bucket import MARKER, Bucket, identify
 from stoker_worker.memory.replica.shared_replica import checksum_of
-from stoker_worker.memory.replica.versions import Emptied, SharedVersion, Versions, first_folder
+from stoker_worker.memory.replica.versions import Emptied, SharedVersion, Versions
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.transcripts import IS_OF_SESSION, AgentRow
 
@@ -59,8 +58,9 @@ def share(parts: StoreParts, bucket: Bucket, *, on_page: Callable[[Shared], obje
     versions = Versions(bucket)
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="shared-store") as threads:
         while page := _page(parts, last):
-            for _, names in groupby((agent_id for _, agent_id in page), key=first_folder):
-                _share_page(parts, versions, list(names), threads, done)
+            names = [agent_id for _, agent_id in page]
+            for name, outcome in zip(names, threads.map(partial(_share_agent, parts, versions), names), strict=True):
+                _count(done, name, outcome)
             last = page[-1][0]
             on_page(done)
     if not done.n_refused:
@@ -74,55 +74,47 @@ def _page(parts: StoreParts, last: bytes) -> list[tuple[bytes, str]]:
         return connection.execute(sql, (last, _PAGE)).fetchall()
 
 
-def _share_page(
-    parts: StoreParts, versions: Versions, names: list[str], threads: ThreadPoolExecutor, done: Shared
-) -> None:
-    before = versions.numbers_of(names)
-    outcomes = list(threads.map(lambda name: _share_agent(parts, versions, name, max(before[name], default=0)), names))
-    put = {name: set(outcome) for name, outcome in zip(names, outcomes, strict=True) if not isinstance(outcome, str)}
-    after = versions.numbers_of(names) if any(put.values()) else before
-    for name, outcome in zip(names, outcomes, strict=True):
-        is_mixed = name in put and bool(after[name] - before[name] - put[name])  # another worker has put some just now
-        _count(done, name, _ANOTHER if is_mixed else outcome)
-
-
-def _count(done: Shared, agent_id: str, outcome: list[int] | str) -> None:
+def _count(done: Shared, agent_id: str, outcome: bool | str) -> None:
     if isinstance(outcome, str):
         done.n_refused += 1
         if len(done.refused) < _MOST_NAMED:
             done.refused[agent_id] = outcome
     else:
         done.agents += 1
-        done.put += bool(outcome)
+        done.put += outcome
 
 
-def _share_agent(parts: StoreParts, versions: Versions, agent_id: str, newest: int) -> list[int] | str:
+def _share_agent(parts: StoreParts, versions: Versions, agent_id: str) -> bool | str:
     """Put the versions after the newest one there.
 
     Returns:
-        their numbers, or why the agent is not shared.
+        whether there were any, or why the agent is not shared.
 
     Raises:
         BucketAway, OSError: not all of them are there.
     """
     try:
+        before = set(versions.stored(agent_id))
+        newest = max(before, default=0)
         there = versions.get(agent_id, newest) if newest else None
         with parts.database.snapshot() as connection:
             row = transcripts.find_agent(connection, agent_id)
             if row is None or not row.version:
-                return []
+                return False
             here = _chain(connection, row)
             ours = checksum_of(connection, row, newest)
         if newest >= row.version:
             at_ours = there if newest == row.version else versions.get(agent_id, row.version)
-            return [] if at_ours is not None and at_ours.head == row.head else _ANOTHER
+            return False if at_ours is not None and at_ours.head == row.head else _ANOTHER
         begins_again = there is not None and there.record is None and _keeps_nothing(here, newest + 1)
         if there is not None and not begins_again and there.head != ours:
             return _ANOTHER
-        missing = [version for version in here if version.next.number > newest]
-        for version in missing:
+        missing = {version.next.number: version for version in here if version.next.number > newest}
+        for version in missing.values():
             versions.create(version)
-        return [version.next.number for version in missing]
+        if missing and versions.stored(agent_id).keys() - before - missing.keys():  # another worker's, just now
+            return _ANOTHER
+        return bool(missing)
     except VersionTaken:
         return _ANOTHER
     except Emptied:

@@ -8,7 +8,7 @@ is never removed. So after each put the names above it are listed: if there is o
 import base64
 import binascii
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 
 from stoker_shared.errors import VersionTaken
 from stoker_worker.memory.database import Damaged, checksum, key_of
-from stoker_worker.memory.replica.bucket import CACHE_LIMIT_S, FORMAT, READ_LIMIT_S, Bucket, Stored
+from stoker_worker.memory.replica.bucket import FORMAT, READ_LIMIT_S, Bucket, Stored
 from stoker_worker.memory.store_parts import NextVersion
 from stoker_worker.memory.transcripts import COLUMNS, FULL_EVERY, Ended, TurnRecord
 
@@ -31,11 +31,6 @@ _NAMES: Final = COLUMNS.split(", ")
 def versions_folder(agent_id: str) -> str:
     key = key_of(agent_id).hex()
     return f"{AGENTS}/{key[:2]}/{key}"
-
-
-def first_folder(agent_id: str) -> str:
-    """Where the folders of about one agent in 256 are."""
-    return versions_folder(agent_id).rpartition("/")[0]
 
 
 def version_name(agent_id: str, version: int) -> str:
@@ -154,22 +149,12 @@ class Versions:
             hint: one that may be there.
         """
         after = version_name(agent_id, known) if known else None
-        newest = max(self._stored(agent_id, after), default=known)
+        newest = max(self.stored(agent_id, after), default=known)
         if hint > newest and self._bucket.has(version_name(agent_id, hint)):
             newest = hint
         while self._bucket.lags and self._bucket.has(version_name(agent_id, newest + 1)):
             newest += 1
         return newest
-
-    def numbers_of(self, agents: Sequence[str]) -> dict[str, set[int]]:
-        """Of each of some agents that have one `first_folder`, by one list of all that are between them."""
-        of = {versions_folder(agent_id): agent_id for agent_id in agents}
-        found: dict[str, set[int]] = {agent_id: set() for agent_id in agents}
-        inside = {"after": f"{min(of)}/", "until": f"{max(of)}/~"}
-        for stored in self._bucket.listed(first_folder(agents[0]), CACHE_LIMIT_S, **inside):
-            if (agent_id := of.get(stored.name.rpartition("/")[0])) and (number := number_in(stored.name)):
-                found[agent_id].add(number)
-        return found
 
     def get(self, agent_id: str, number: int) -> SharedVersion | None:
         """``None``: there is no such version. Raises `Damaged`, `Emptied`."""
@@ -235,14 +220,14 @@ class Versions:
 
     def empty_below(self, agent_id: str, number: int) -> None:
         """The agent is forgotten: nothing that it said is left below this number."""
-        stored = self._stored(agent_id)
+        stored = self.stored(agent_id)
         full = [one for one, x in stored.items() if one < number and x.n_bytes != len(EMPTIED)]
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shared-store") as threads:
             list(threads.map(lambda one: self._bucket.put(version_name(agent_id, one), EMPTIED), full))
 
     def prune(self, agent_id: str) -> None:
         """Remove the versions that no reader needs, by the clock of the shared store alone."""
-        stored = self._stored(agent_id)
+        stored = self.stored(agent_id)
         numbers = sorted(stored)
         before = max((x.changed_at for x in stored.values()), default=0.0) - _GRACE_S
         old = [
@@ -252,7 +237,7 @@ class Versions:
         ]
         self._bucket.remove(version_name(agent_id, one) for one in old)
 
-    def _stored(self, agent_id: str, after: str | None = None) -> dict[int, Stored]:
+    def stored(self, agent_id: str, after: str | None = None) -> dict[int, Stored]:
         """The agent's versions there by their numbers."""
         found = self._bucket.listed(versions_folder(agent_id), after=after)
         return {number: stored for stored in found if (number := number_in(stored.name))}

@@ -70,10 +70,8 @@ local function start(id, from, execution_id)
     return 'over'
   end
   if size > room and n_claimed > 0 then return end -- its turn comes with the next claim
-  local parts = {f.created_at or '', f.repeats_left or '', f.data or ''}
-  if type(parts[1]) == 'string' and type(parts[2]) == 'string' and type(parts[3]) == 'string' then
-    delivery = redis.sha1hex(table.concat(parts, '\0'))
-  end
+  local created_at, data = f.created_at or '', f.data or ''
+  if type(created_at) == 'string' and type(data) == 'string' then delivery = redis.sha1hex(created_at .. '\0' .. data) end
   local executions = redis.pcall('ZRANGE', executions_key, 0, -1)
   if executions.err then
     if is_of_type(executions) then return 'refused' end
@@ -126,5 +124,9 @@ for i = 7, #ARGV, 4 do
   end
   for _, word in ipairs({verdict, maker, string.format('%d', number), values or {}}) do found[#found + 1] = word end
 end
-if it.is_shared and n_claimed > 0 then redis.call('LTRIM', it.taken, -2000, -1) end
+if it.is_shared and n_claimed > 0 then
+  redis.call('LTRIM', it.taken, -2000, -1)
+  bound(it.held, it.most_agents)
+  bound(it.last, it.most_agents)
+end
 return found

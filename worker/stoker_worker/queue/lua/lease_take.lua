@@ -1,20 +1,20 @@
 -- Takes a member's lease, and the queues of its worker. KEYS: lease, fence, members, how often each member renewed its
 -- lease; then, unless the lease is taken to put a dead member's jobs back, for each queue `SERVED_KEY` and `STORE_KEY`.
 --
--- ARGV: the lifetime, the member, its description, its store, its shared store, what `SERVED_KEY` and `STORE_KEY` get;
--- whether `STORE_KEY` is looked at first, whether it is written, and what may be in the way, because its workers are
--- certainly gone, or this store may follow that one.
+-- ARGV: the lifetime, the member, its description, what `SERVED_KEY` and `STORE_KEY` get; whether `STORE_KEY` is looked
+-- at first, whether it is written, and what may be in the way, because its workers are certainly gone, or this store may
+-- follow that one.
 --
 -- The reply: `taken`, the lease's value, its number, what was known of the member before. Or what is in the way, its
 -- value, for how many milliseconds, and at which queue: `held`, the lease; `served`, who serves a queue; `kept`, its
--- store; `copied`, another member's record: its store is a copy of this one.
+-- store.
 --
 -- Like each script of the lease, it compares what is stored with what the caller expects, so that no step acts on an
 -- old reading. A worker that is refused gets no number: that would depose the holder. A member that joins is in the set
 -- of members from the moment in which it holds its lease; after a crash, as it was before, until its jobs are put back.
-local ttl_ms, me, mine, store, shared, share, kept = unpack(ARGV, 1, 7)
-local store_first, first, passed = ARGV[8] == '1', 5, {}
-for i = 10, #ARGV do passed[ARGV[i]] = true end
+local ttl_ms, me, mine, share, kept = unpack(ARGV, 1, 5)
+local store_first, first, passed = ARGV[6] == '1', 5, {}
+for i = 8, #ARGV do passed[ARGV[i]] = true end
 local function kept_elsewhere()
   for i = first, #KEYS, 2 do
     local found = redis.call('GET', KEYS[i + 1])
@@ -29,19 +29,10 @@ local function served_by_others()
     end
   end
 end
-local function copied()
-  local all = shared ~= '' and #KEYS > 4 and redis.call('HGETALL', KEYS[3]) or {}
-  for i = 1, #all, 2 do
-    local record = all[i + 1]
-    local is_same = string.find(record, '"store": "' .. store .. '"', 1, true)
-      and string.find(record, '"shared": "' .. shared .. '"', 1, true)
-    if is_same and all[i] ~= me and not passed[record] then return {'copied', record, 0, 0} end
-  end
-end
 local held = redis.call('GET', KEYS[1])
 local refused = store_first and kept_elsewhere()
   or held and not passed[held] and {'held', held, redis.call('PTTL', KEYS[1]), 0}
-  or served_by_others() or kept_elsewhere() or copied()
+  or served_by_others() or kept_elsewhere()
 if refused then return refused end
 local fence = redis.call('INCRBY', KEYS[2], 1)
 redis.call('PERSIST', KEYS[2])
@@ -51,6 +42,6 @@ redis.call('SET', KEYS[1], value, 'PX', ttl_ms)
 if before == '' and #KEYS > 4 then redis.call('HSET', KEYS[3], me, value) end
 for i = first, #KEYS, 2 do
   redis.call('SET', KEYS[i], share, 'PX', ttl_ms)
-  if ARGV[9] == '1' then redis.call('SET', KEYS[i + 1], kept) end
+  if ARGV[7] == '1' then redis.call('SET', KEYS[i + 1], kept) end
 end
 return {'taken', value, fence, before}
