@@ -625,7 +625,13 @@ class Ended(NamedTuple):
 
 def delivery_key(agent_id: str, delivery: Delivery) -> bytes:
     """SHA-256 of a delivery to an agent."""
-    parts = [agent_id, delivery.job_id, delivery.created_at, delivery.request]
+    parts = [
+        agent_id,
+        delivery.job_id,
+        delivery.created_at,
+        None,
+        delivery.request,
+    ]  # `None`: the format has a place more
     return hashlib.sha256(json.dumps(parts).encode()).digest()
 
 
