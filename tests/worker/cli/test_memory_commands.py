@@ -143,15 +143,15 @@ def test_an_agent_is_carried_to_another_store_beside_workers(
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
     with using(two_agents), using(elsewhere) as agent:
-        done = json.loads(command("export", "a", tmp_path / "a.tar", "--with-blocks", "--json").stdout)
-        assert (done["agent_id"], done["version"], done["blocks"]) == ("a", 2, 3)
-        done = json.loads(command("import", tmp_path / "a.tar", "--json", store=elsewhere).stdout)
-        assert done == {"agent_id": "a", "version": 2, "blocks": 0, "blocks_left_out": 3}
-        text = command("import", tmp_path / "a.tar", "--as", "c", "--with-blocks", store=elsewhere).stdout
-        assert text == "'c' at version 2, 3 new blocks\n"
+        done = json.loads(command("export", "a", tmp_path / "a.agent", "--json").stdout)
+        assert (done["agent_id"], done["version"]) == ("a", 2)
+        done = json.loads(command("import", tmp_path / "a.agent", "--json", store=elsewhere).stdout)
+        assert done == {"agent_id": "a", "version": 2}
+        text = command("import", tmp_path / "a.agent", "--as", "c", store=elsewhere).stdout
+        assert text == "'c' at version 2\n"
         for name in "ac":
-            assert agent(name).cached((*LONG[:1000], 1)) == 1000
-        assert "there is an agent 'a' already" in command("import", tmp_path / "a.tar", ok=False).output
+            assert agent(name).tokens()[:1000] == LONG[:1000]
+        assert "there is an agent 'a' already" in command("import", tmp_path / "a.agent", ok=False).output
 
 
 # --- all commands ---
@@ -161,7 +161,7 @@ def test_reading_changes_nothing(command: Command, two_agents: Path, tmp_path: P
     with using(two_agents):
         (two_agents / "tmp" / "0.tmp").write_bytes(b"the worker's")
         before = content(two_agents)
-        for reader in (("ls",), ("show", "a"), ("verify",), ("export", "a", tmp_path / "a.tar")):
+        for reader in (("ls",), ("show", "a"), ("verify",), ("export", "a", tmp_path / "a.agent")):
             command(*reader)
         assert content(two_agents) == before
 
@@ -193,7 +193,7 @@ def test_ls_loads_nothing_that_takes_long(two_agents: Path) -> None:
 
 def test_no_command_makes_a_store_where_there_is_none(command: Command, folder: Path, tmp_path: Path) -> None:
     changes = ("gc",), ("rm", "a", "--yes"), ("fork", "a", "b"), ("rollback", "a")
-    for arguments in (("ls",), ("verify",), ("export", "a", tmp_path / "a.tar"), *changes):
+    for arguments in (("ls",), ("verify",), ("export", "a", tmp_path / "a.agent"), *changes):
         assert "there is no store at" in command(*arguments, ok=False).output
     assert not folder.exists()
 

@@ -1,4 +1,4 @@
-"""kill -9 of a backup, a restore, a salvage and an import: the store is as before or as after, and works."""
+"""kill -9 of a backup, a restore and a salvage: the store is as before or as after, and works."""
 
 import os
 import random
@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 from tests.worker.memory.agents import Agent, ids, open_store
 
-from stoker_worker.memory.admin.archive import export_agent, import_agent
 from stoker_worker.memory.admin.backup import back_up, restore
 from stoker_worker.memory.admin.salvage import salvage
-from stoker_worker.memory.admin.verify import verify_store
 from stoker_worker.memory.store_parts import opened
 
 pytestmark = pytest.mark.slow
@@ -25,7 +23,6 @@ N_KILLS = 200 if "DEEP" in os.environ else 5
 KILLED_AT = """
 import os, sys
 from pathlib import Path
-from stoker_worker.memory.admin.archive import import_agent
 from stoker_worker.memory.admin.backup import back_up, restore
 from stoker_worker.memory.admin.salvage import salvage
 from stoker_worker.memory.store_parts import opened
@@ -44,9 +41,6 @@ sys.addaudithook(look)
 if what == "backup":
     with opened(store) as parts:
         back_up(parts, file)
-elif what == "import":
-    with opened(store) as parts:
-        import_agent(parts, file, new_id="imported", with_blocks=True)
 else:
     restore(store, file) if what == "restore" else salvage(store)
 os.write(1, str(step).encode())
@@ -56,11 +50,10 @@ os._exit(0)
 
 @dataclass(frozen=True)
 class Case:
-    """A store at version 2 of its agents, a backup of their version 1, and an agent of another store in a file."""
+    """A store at version 2 of its agents, and a backup of their version 1."""
 
     folder: Path
     backup: Path
-    archive: Path
 
     def run(self, what: str, file: Path, stop: int = 0) -> int:
         """Returns the steps that it took; killed before step `stop`."""
@@ -81,25 +74,10 @@ class Case:
             Agent(store, "another").say((1, 2))
         return found
 
-    def expect_imported_or_import(self) -> None:
-        """It is whole, or not there; then a second import does what it should."""
-        with closing(open_store(self.folder)) as store:
-            assert list(verify_store(store.parts)) == []
-            if not store.open_agent("imported").number:
-                assert import_agent(store.parts, self.archive, new_id="imported", with_blocks=True).version == 3
-            agent = Agent(store, "imported")
-            assert (agent.open().number, agent.tokens()) == (3, ids(1000))
-            assert agent.cached((*ids(1000), 1)) == 1000
-            assert list(verify_store(store.parts)) == []
-
 
 @pytest.fixture
 def case(tmp_path: Path) -> Case:
-    case = Case(tmp_path / "store", tmp_path / "backup", tmp_path / "a.tar")
-    with closing(open_store(tmp_path / "home")) as store:
-        for prompt in (ids(300, seed=5), ids(600), ids(1000)):
-            Agent(store, "a").say(prompt)
-        export_agent(store.parts, "a", case.archive, with_blocks=True)
+    case = Case(tmp_path / "store", tmp_path / "backup")
     with closing(open_store(case.folder)) as store:
         for length in (10, 20):
             for n, name in enumerate(NAMES):
@@ -117,9 +95,9 @@ def again(case: Case) -> None:
     shutil.copytree(case.folder.with_name("pristine"), case.folder)
 
 
-@pytest.mark.parametrize("what", ["restore", "salvage", "backup", "import"])
+@pytest.mark.parametrize("what", ["restore", "salvage", "backup"])
 def test_a_kill_at_any_step_leaves_the_store_as_before_or_as_after(case: Case, tmp_path: Path, what: str) -> None:
-    file = {"restore": case.backup, "import": case.archive}.get(what, tmp_path / "new")
+    file = case.backup if what == "restore" else tmp_path / "new"
     steps = case.run(what, file)
     after = {1} if what == "restore" else {2}
     assert case.versions() == after
@@ -136,8 +114,6 @@ def test_a_kill_at_any_step_leaves_the_store_as_before_or_as_after(case: Case, t
         seen |= versions
         if what == "restore":
             assert restore(case.folder, case.backup).agents == 8
-        elif what == "import":
-            case.expect_imported_or_import()
         elif what == "salvage":
             assert salvage(case.folder).whole in (8, 9)
         elif file.exists():

@@ -1,17 +1,15 @@
 """The cache files of agents: checks that one is whole, of our format, and the piece that belongs at its place; enters
 those on disk in the index. Any thread."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from stoker_worker.memory import cache_index, transcripts
 from stoker_worker.memory.blocks import (
-    MOST_SNAPSHOTS,
     BlockChain,
     BlockFolder,
     PieceFolder,
@@ -22,29 +20,9 @@ from stoker_worker.memory.blocks import (
 )
 from stoker_worker.memory.database import Connection, Damaged
 from stoker_worker.memory.files import allocated_bytes
-from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.turn_saver import chain_of
 from stoker_worker.ports import AgentVersion, CachedPrefix, Transcript
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, LayerKind
-
-PIECE_NAMES: Final = ("tail.safetensors", *(f"snapshot-{index}.safetensors" for index in range(MOST_SNAPSHOTS)))
-"""The names of a version's own files, without its number; in the order of `PieceFolder.paths`."""
-
-
-def files_of(parts: StoreParts, version: AgentVersion) -> dict[str, tuple[Path, Callable[[Path], object]]]:
-    """The cache files that a version may have: one of `PIECE_NAMES` or the path in the store, the place, and the check
-    of a file that is to be there, which raises `Damaged` and `FileNotFoundError`. Blocks are in the order of the chain.
-    """
-    files: dict[str, tuple[Path, Callable[[Path], object]]] = {}
-    for place, path in enumerate(parts.pieces.paths(version.agent_id, version.number)):
-        check = partial(check_piece, version=version, snapshot=place - 1 if place else None)
-        files[PIECE_NAMES[place]] = path, check
-    if version.cache is not None and version.transcript is not None:
-        chain = chain_of(version.cache, version.transcript.token_ids)
-        for address, path in zip(chain.addresses, chain.paths(parts.blocks.path_of), strict=True):
-            check_its = partial(check_block, model=chain.model, address=address)
-            files[path.relative_to(parts.path).as_posix()] = path, check_its
-    return files
 
 
 def check_piece(path: Path, version: AgentVersion, snapshot: int | None) -> None:

@@ -21,7 +21,7 @@ from typing import Final
 
 from stoker_shared.errors import StokerError
 from stoker_worker.memory import cache_index, transcripts
-from stoker_worker.memory.admin.cache_files import PIECE_NAMES, check_checkpoint, enter_blocks, files_of
+from stoker_worker.memory.admin.cache_files import check_block, check_checkpoint, check_piece, enter_blocks
 from stoker_worker.memory.blocks import BlockChain, block_beside, checkpoint_beside, common_length, read_place
 from stoker_worker.memory.database import Connection, Damaged, key_of
 from stoker_worker.memory.eviction import DiskBudget
@@ -222,9 +222,14 @@ class SharedCaches:
         layout = self._layout(version.cache.model)
         has_blocks = layout is None or LayerKind.FULL in layout
         has_tail = has_blocks and version.cache.tokens % BLOCK_TOKENS != 0
-        files = files_of(self._parts, version)
-        pieces = [files.pop(name) for name in PIECE_NAMES][not has_tail : 1 + len(version.cache.snapshots)]
-        return dict(files.values()) if has_blocks else {}, dict(pieces)
+        chain = chain_of(version.cache, version.transcript.token_ids)
+        addresses = zip(chain.addresses, chain.paths(self._parts.blocks.path_of), strict=True)
+        blocks: _Checks = {path: partial(check_block, model=chain.model, address=x) for x, path in addresses}
+        own = enumerate(self._parts.pieces.paths(version.agent_id, version.number))
+        pieces: list[tuple[Path, _Check]] = [
+            (path, partial(check_piece, version=version, snapshot=place - 1 if place else None)) for place, path in own
+        ]
+        return blocks if has_blocks else {}, dict(pieces[not has_tail : 1 + len(version.cache.snapshots)])
 
     def _wrote(self, path: Path, check: _Check, pace: Callable[[int], None]) -> bool:
         """True if the file is there now. A damaged one is left to the next restore, which removes it."""
