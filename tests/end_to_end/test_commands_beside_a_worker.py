@@ -131,8 +131,6 @@ def test_fork_and_rm_in_a_loop_lose_nothing_beside_a_worker_under_load(producer,
             assert exit_code == 0 or output["error"]["type"] in {"AgentNotFound", "AgentBusy"}, line
     assert versions.count(1) <= n_removed + KILLS + 1  # a killed command may have removed it
 
-    removed_bytes = memory(store, "gc")["orphan_bytes"]
-    assert removed_bytes < 50_000_000
     memory(store, "verify")
     text_of = {agent_id: memory(store, "show", agent_id, "--text")["text"] for agent_id in tickets}
     left = [agent["agent_id"] for agent in memory(store, "ls") if agent["agent_id"].startswith("fork")]

@@ -1,9 +1,7 @@
-"""`stoker-worker memory rm | fork | rollback | gc`: their output, and what they change or leave alone."""
+"""`stoker-worker memory rm | fork | rollback`: their output, and what they change or leave alone."""
 
 import json
-import os
 import threading
-import time
 from contextlib import closing
 from pathlib import Path
 
@@ -24,7 +22,6 @@ from tests.worker.memory.in_flight_process import another_process_working_on
 
 from stoker_worker.memory.admin.verify import verify_store
 from stoker_worker.memory.store_parts import opened
-from stoker_worker.memory.upkeep import YOUNG_S
 
 
 def blocks(folder: Path) -> set[str]:
@@ -43,66 +40,6 @@ def content(folder: Path) -> dict[str, bytes]:
 def assert_sound(folder: Path) -> None:
     with opened(folder) as parts:
         assert list(verify_store(parts)) == []
-
-
-def older(*paths: Path) -> None:
-    for path in paths:
-        os.utime(path, (time.time() - YOUNG_S - 60,) * 2)
-
-
-# --- gc ---
-
-
-def test_gc_removes_exactly_the_unused_blocks_and_the_leftovers_of_crashes(command: Command, two_agents: Path) -> None:
-    with using(two_agents) as agent:
-        agent("a").say(ids(600, seed=2))  # the third block of its old transcript is unused now
-    (two_agents / "tmp" / "99999999-0.tmp").write_bytes(b"half")
-    (two_agents / "tmp" / f"{os.getppid()}-0.tmp").write_bytes(b"of a process that is alive")
-    block, piece = sorted(two_agents.glob("blocks/*/*/*"))[0], sorted(two_agents.glob("pieces/*/*"))[0]
-    block.with_name(f"{'0' * 64}.safetensors").write_bytes(b"?" * 5000)
-    piece.with_name(piece.name.replace("-3-", "-2-").replace("-1-", "-2-")).write_bytes(b"?")
-    piece.with_name(f"{'0' * 32}-1-tail.safetensors").write_bytes(b"?")
-    before = content(two_agents)
-    planned = json.loads(command("gc", "--dry-run", "--json").stdout)
-    assert (planned["blocks"], planned["orphans"], planned["temp_files"]) == (1, 3, 1)
-    assert (planned["block_bytes"] > 0, planned["orphan_bytes"], planned["temp_bytes"]) == (True, 16384, 4096)
-    assert content(two_agents) == before
-    done = json.loads(command("gc", "--json").stdout)
-    assert done == planned | {"dry_run": False}
-    assert len(before) - len(content(two_agents)) == 5
-    with using(two_agents) as agent:
-        for name in "ab":
-            tokens = agent(name).tokens()
-            assert agent(name).cached((*tokens, 1)) == len(tokens)
-    again = json.loads(command("gc", "--json").stdout)
-    assert (again["blocks"], again["orphans"], again["temp_files"]) == (0, 0, 0)
-    assert_sound(two_agents)
-
-
-def test_gc_removes_a_whole_unused_conversation(command: Command, two_agents: Path) -> None:
-    with using(two_agents) as agent:
-        agent("c").say(ids(256 * 300, seed=7))  # more than go at once
-        agent("c").say(ids(10, seed=8))
-    planned = json.loads(command("gc", "--dry-run", "--json").stdout)
-    assert planned["blocks"] == 300
-    assert json.loads(command("gc", "--json").stdout) == planned | {"dry_run": False}
-    assert len(blocks(two_agents)) == 4
-    assert_sound(two_agents)
-
-
-def test_gc_beside_a_worker_leaves_what_it_may_just_be_writing(command: Command, two_agents: Path) -> None:
-    piece = only(two_agents, "*-2-tail*")
-    young, old = (piece.with_name(f"{name * 32}-1-tail.safetensors") for name in "01")
-    young.write_bytes(b"?")
-    old.write_bytes(b"?")
-    older(old)
-    with using(two_agents) as agent:
-        agent("a").say(ids(600, seed=2))
-        done = json.loads(command("gc", "--json").stdout)
-        assert (done["blocks"], done["orphans"]) == (0, 1)
-        assert (young.exists(), old.exists()) == (True, False)
-        assert agent("b").cached((*agent("b").tokens(), 1)) == 900
-    assert json.loads(command("gc", "--json").stdout)["blocks"] == 1
 
 
 # --- rm ---
@@ -201,10 +138,6 @@ def test_every_command_knows_agents_with_snapshots(command: Command, folder: Pat
     for name in "ab":
         Agent(store, name, model=model).say(LONG[:600], (1, 2))
     store.close()
-    before = content(folder)
-    done = json.loads(command("gc", "--json").stdout)
-    assert (done["blocks"], done["orphans"]) == (0, 0)
-    assert content(folder) == before
     command("verify")
     done = json.loads(command("rm", "a", "--yes", "--json").stdout)
     assert (done["blocks"], done["shared_blocks"]) == (0, 2)

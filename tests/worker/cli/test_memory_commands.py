@@ -192,7 +192,7 @@ def test_ls_loads_nothing_that_takes_long(two_agents: Path) -> None:
 
 
 def test_no_command_makes_a_store_where_there_is_none(command: Command, folder: Path, tmp_path: Path) -> None:
-    changes = ("gc",), ("rm", "a", "--yes"), ("fork", "a", "b"), ("rollback", "a")
+    changes = ("rm", "a", "--yes"), ("fork", "a", "b"), ("rollback", "a")
     for arguments in (("ls",), ("verify",), ("export", "a", tmp_path / "a.agent"), *changes):
         assert "there is no store at" in command(*arguments, ok=False).output
     assert not folder.exists()
@@ -201,7 +201,7 @@ def test_no_command_makes_a_store_where_there_is_none(command: Command, folder: 
 @pytest.mark.parametrize(
     "arguments",
     [
-        *(("ls",), ("show", "a"), ("verify",), ("gc",), ("fork", "a", "c"), ("rollback", "a"), ("rm", "a", "--yes")),
+        *(("ls",), ("show", "a"), ("verify",), ("fork", "a", "c"), ("rollback", "a"), ("rm", "a", "--yes")),
         *(("show", "nobody"), ("fork", "nobody", "c")),
     ],
 )
@@ -211,5 +211,5 @@ def test_json_is_one_value(command: Command, two_agents: Path, arguments: tuple[
 
 def test_a_misspelt_variable_is_refused(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STOKER_STROE", "elsewhere")
-    assert "STOKER_STROE (did you mean STOKER_STORE?)" in command("gc", ok=False).output
+    assert "STOKER_STROE (did you mean STOKER_STORE?)" in command("ls", ok=False).output
     assert not folder.exists()

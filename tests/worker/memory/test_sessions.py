@@ -26,7 +26,6 @@ from tests.worker.memory.agents import (
 from stoker_worker.memory import transcripts
 from stoker_worker.memory.admin.backup import back_up
 from stoker_worker.memory.admin.backup import restore as bring_back
-from stoker_worker.memory.admin.gc import collect
 from stoker_worker.memory.admin.listing import Page, count_agents, list_agents
 from stoker_worker.memory.admin.salvage import salvage
 from stoker_worker.memory.admin.verify import verify_store
@@ -153,7 +152,6 @@ def test_a_session_has_some_conversations_and_the_one_used_longest_ago_makes_roo
 def test_its_blocks_are_no_unused_ones(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     call(store, LONG[:700])
-    collect(store.parts)
     store.budget._keep_unused_s = 0
     store.budget.make_room()
     assert call(store, LONG[:720]) == (700, None)

@@ -261,37 +261,15 @@ _waiting = click.option("--wait", is_flag=True, help="Wait until no job of the a
 
 
 @command
+@click.option("--shared", "url", metavar="URL", required=True, help="The shared store.")
 @click.option("--dry-run", is_flag=True, help="Only count what would be removed.")
-@click.option("--shared", "url", metavar="URL", help="Of this shared store, instead of the store of this machine.")
-@click.option("--max-bytes", type=click.IntRange(min=0), help="With --shared: what may be left of caches.")
-@click.option("--unused-for", metavar="DURATION", help="With --shared: caches of agents unused for so long: 30d, 12h.")
-def gc(
-    store: Path, as_json: bool, dry_run: bool, *, url: str | None, max_bytes: int | None, unused_for: str | None
-) -> None:
-    """Remove blocks that no agent uses, and the leftovers of crashes.
+@click.option("--max-bytes", type=click.IntRange(min=0), help="What may be left of caches.")
+@click.option("--unused-for", metavar="DURATION", help="Also caches of agents unused for so long: 30d, 12h.")
+def gc(store: Path, as_json: bool, url: str, *, dry_run: bool, max_bytes: int | None, unused_for: str | None) -> None:
+    """Remove caches from a shared store that no agent uses, and the leftovers of crashes, but none younger than a day.
 
-    Beside a running worker, blocks and files younger than 10 minutes stay; in a shared store those younger than a day.
+    A worker removes those of its own store by itself.
     """
-    would = "would remove" if dry_run else "removed"
-    if url is not None:
-        _gc_there(url, as_json, would, max_bytes=max_bytes, unused_for=unused_for)
-        return
-    if max_bytes is not None or unused_for is not None:
-        raise click.UsageError("--max-bytes and --unused-for need --shared")
-    from stoker_worker.memory.admin.gc import collect
-    from stoker_worker.memory.store_parts import opened
-
-    with opened(store) as parts:
-        found = collect(parts, dry_run=dry_run)
-    words = (
-        f"{would} {found.blocks} unused blocks ({found.block_bytes} bytes),"
-        f" {found.orphans} files that belong to no agent ({found.orphan_bytes} bytes)"
-        f" and {found.temp_files} temp files ({found.temp_bytes} bytes)"
-    )
-    say(as_json, asdict(found) | {"dry_run": dry_run}, words)
-
-
-def _gc_there(url: str, as_json: bool, would: str, *, max_bytes: int | None, unused_for: str | None) -> None:
     from stoker_worker.memory.replica.bucket import Bucket, BucketAway
     from stoker_worker.memory.replica.collecting import collect_there
 
@@ -299,14 +277,13 @@ def _gc_there(url: str, as_json: bool, would: str, *, max_bytes: int | None, unu
         unused_s = None if unused_for is None else seconds_of(unused_for)
     except ValueError as error:
         raise click.UsageError(f"--unused-for: {error}") from None
-    dry_run = would != "removed"
     try:
         found = collect_there(Bucket(url), max_bytes=max_bytes, unused_s=unused_s, dry_run=dry_run)
     except BucketAway as error:
         raise SharedStoreAway(str(error)) from error
     words = (
-        f"{would} {found.files} files ({found.bytes} bytes), with the caches of {found.agents} agents;"
-        f" {found.left_bytes} bytes of caches are left"
+        f"{'would remove' if dry_run else 'removed'} {found.files} files ({found.bytes} bytes), with the caches of"
+        f" {found.agents} agents; {found.left_bytes} bytes of caches are left"
     )
     say(as_json, asdict(found) | {"dry_run": dry_run}, words)
 

@@ -109,13 +109,11 @@ class CacheWriter:
                 self.files.remove(staged)
             raise
 
-    def left_behind(self) -> list[Path]:
-        """The files of dead processes in the temp folder."""
-        return [path for path in self._temp_folder.glob("*") if not _is_alive(path.name.partition("-")[0])]
-
     def clear(self) -> None:
         """Remove the files of dead processes from the temp folder."""
-        for path in self.left_behind():
+        for path in self._temp_folder.glob("*"):
+            if _is_alive(path.name.partition("-")[0]):
+                continue
             if path.is_dir() and not path.is_symlink():
                 self.files.remove_folder(path)
             else:

@@ -63,7 +63,7 @@ class StoreLock:
     def _take(self, path: Path, lock: int, wait: bool) -> None:
         has_it = _try_lock(lock)
         if not has_it:
-            time.sleep(_PROBE_S)  # `is_in_use` may have had it for a moment
+            time.sleep(_PROBE_S)  # `holder_of` may have had it for a moment
             has_it = _try_lock(lock)
         if not has_it:
             in_use = f"the store folder {path} is in use by {_named_in(lock)}"
@@ -73,15 +73,6 @@ class StoreLock:
             fcntl.flock(lock, fcntl.LOCK_EX)
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-
-
-def is_in_use(path: Path) -> bool:
-    """Returns whether a process has the store's `StoreLock`. Raises `OSError`."""
-    lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        return not _try_lock(lock)
-    finally:
-        os.close(lock)
 
 
 def holder_of(path: Path) -> str | None:

@@ -30,7 +30,7 @@ from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.unsaved import UnsavedTurns
 from stoker_worker.periodic import Periodic
 
-YOUNG_S: Final = 600.0
+_YOUNG_S: Final = 600.0
 """A worker may just be saving a file that is younger."""
 
 _BLOCK: Final = re.compile(r"([0-9a-f]{64})(?:-checkpoint)?\.safetensors")
@@ -255,7 +255,7 @@ class Upkeep:
         return is_whole and is_unused and (is_of_session(agent_id) or self._parts.replica.expire(agent_id, for_s))
 
     def _remove_orphans(self, folder: Path) -> None:
-        find = partial(orphans_in, self._parts, folder, before=time.time() - YOUNG_S)
+        find = partial(orphans_in, self._parts, folder, before=time.time() - _YOUNG_S)
         if find():
             _log.info("%d cache files that nothing refers to removed", self._budget.discard(find))
 
