@@ -20,8 +20,8 @@ from common import Json, in_turn, ratios, spread, timed
 from synthetic_cache import Contents, smollm2_layers
 from xxhash import xxh3_128
 
-from stoker_shared.durable_file import write_all
 from stoker_worker.memory.blocks import BlockChain, CachePiece, bytes_of, empty_layers
+from stoker_worker.memory.files import write_all
 from stoker_worker.memory.lookup import n_readers
 from stoker_worker.ports import LayerKV
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ModelCacheSpec

@@ -13,7 +13,7 @@ from tests.support.traced_process import ROOT
 from tests.support.worker_process import WorkerProcess
 
 MOST_IN_PRODUCER = 14
-MOST_IN_WORKER = 47
+MOST_IN_WORKER = 45
 
 IDLE_S = 3
 """Long enough for each thing that an idle worker does, by the settings below."""

@@ -381,6 +381,11 @@ class GenerationRequest(BaseModel):
         return self.has_form or not self.parallel_tool_calls or self.max_reasoning_tokens is not None
 
     @property
+    def is_judged(self) -> bool:
+        """True if verdicts on its answers are expected, and counted for its class of tasks."""
+        return self.check is not None or bool(self.route) or self.task is not None
+
+    @property
     def access(self) -> "Access":
         """How the job uses its agent's memory, which decides for which of the agent's other jobs it waits."""
         if self.agent_id is None or self.cache == "off":

@@ -103,12 +103,6 @@ def task_of(request: GenerationRequest) -> str:
     return "/".join(filter(None, (length, _form_of(request), "code" if _has_code(end) else "", _script_of(end))))
 
 
-def class_of_verdicts(request: GenerationRequest) -> str | None:
-    """The class under which verdicts on the job's answers count; ``None`` if nobody is expected to give any."""
-    is_judged = request.check is not None or bool(request.route) or request.task is not None
-    return task_of(request) if is_judged else None
-
-
 def _input_of(request: GenerationRequest) -> str:
     if request.prompt is not None:
         return request.prompt

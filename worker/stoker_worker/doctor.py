@@ -373,7 +373,7 @@ def store_fsync(folder: Path) -> Finding:
     with tempfile.TemporaryDirectory(prefix=".stoker-doctor-", dir=_beside(folder)) as scratch:
 
         def write(number: int) -> None:
-            write_new(Path(scratch) / str(number), [bytes(4096)])
+            write_new(Path(scratch) / str(number), bytes(4096))
             sync(Path(scratch), to_platter=True)
 
         middle, line = _timed(_SYNCS, write)

@@ -37,8 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_128
 
-from stoker_shared.durable_file import fill, in_parts
-from stoker_worker.memory.files import CacheWriter, Chunk, allocated_bytes, is_there
+from stoker_worker.memory.files import CacheWriter, Chunk, allocated_bytes, fill, in_parts, is_there
 from stoker_worker.ports import AgentVersion, Array, LayerKV, LayerState, SequenceCache, as_uint16_if_bfloat16
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ITEM_BYTES, LayerKind, LayerSpec, ModelCacheSpec, group_size
 

@@ -21,7 +21,7 @@ from stoker_shared.job_data import read_json
 from stoker_shared.request import GenerationRequest
 from stoker_shared.result import Attempt, Choice
 from stoker_shared.route import RouteStep, next_step
-from stoker_shared.trust import KEPT, MOST_PAIRS, class_of_verdicts, field_of, task_of
+from stoker_shared.trust import KEPT, MOST_PAIRS, field_of, task_of
 from stoker_shared.wire import FIELD_TRIED, TRUST_KEY
 from stoker_worker.queue.json_job import JobRun, JsonJob
 
@@ -64,8 +64,9 @@ def verdict_on(
     Args:
         result: as JSON.
     """
-    if isinstance(request, AgentRequest) or (task := class_of_verdicts(request)) is None:
+    if isinstance(request, AgentRequest) or not request.is_judged:
         return None
+    task = task_of(request)
     if request.check is None:
         return CheckOutcome(task, (), None)
     reason = rejection(request.check, Choice.model_validate(result))

@@ -53,7 +53,7 @@ def export_agent(parts: StoreParts, agent_id: str, target: Path) -> Exported:
     record = replace(newest, about=replace(newest.about, cache=None, since_full=0), **delta(None, transcript))
     content = SharedVersion(NextVersion(agent_id, record.version, record, record.delivery)).encode()
     with draft_of(target) as draft:
-        write_new(draft, [content])
+        write_new(draft, content)
     return Exported(record.version, len(content))
 
 

@@ -67,7 +67,7 @@ def back_up(store: StoreParts, file: Path) -> Backup:
     if file.exists():
         raise FileExistsError(f"{file} exists")
     with draft_of(file) as draft:
-        write_new(draft, ())
+        write_new(draft)
         with store.database.snapshot() as source:
             agents: int = source.execute(f"SELECT count(*) FROM agents WHERE NOT {IS_OF_SESSION}").fetchone()[0]
             copy_database(source.connection, draft)
@@ -137,7 +137,7 @@ def restore(folder: Path, backup: Path) -> RestoredBackup:
         agents, newest_use = source.execute(counts).fetchone()
 
         def copy(draft: Path) -> None:
-            write_new(draft / NAME, ())
+            write_new(draft / NAME)
             copy_database(source, draft / NAME)
 
         done = exchange(folder, copy, lambda _: None)
