@@ -1,6 +1,5 @@
 """The doctor's checks: what each finds, and that they leave Redis and the store as they were."""
 
-import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import closing
@@ -69,9 +68,7 @@ def test_a_macs_memory_for_models_is_that_of_its_gpu(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(mx, "device_info", lambda: info)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    monkeypatch.setattr(doctor, "_wired_limit_mb", lambda: 20000)
-    assert doctor.device().line == "Metal: Apple M2"
-    assert doctor.wired_memory().line == "16.0 of 24.0 GB for the GPU (set to 20000 MB)"
+    assert doctor.device().line == "Metal: Apple M2, 16.0 GB for models and caches"
 
 
 @pytest.fixture
@@ -86,7 +83,7 @@ def configured(connection: Redis) -> Iterator[Redis]:  # noqa: F811
 
 def test_nothing_is_wrong_with_a_server_of_the_workers_own() -> None:
     found = made(doctor.redis_checks(EMBEDDED))
-    names = ["redis", "redis memory", "redis persistence", "redis latency", "clock"]
+    names = ["redis", "redis memory", "redis persistence", "clock"]
     assert {name: finding.status for name, finding in found.items()} == dict.fromkeys(names, Status.OK)
 
 
@@ -131,10 +128,7 @@ def test_a_store_in_use_is_looked_at_beside_its_worker(tmp_path: Path) -> None:
         before = sorted(folder.rglob("*"))
         found = made(doctor.store_checks(folder))
         assert sorted(folder.rglob("*")) == before
-    assert found["store lock"].status == Status.WARN
-    assert f"pid {os.getpid()} on " in found["store lock"].line
     assert found["store format"].line == f"format {FORMAT}"
-    assert doctor.store_lock(folder).status == Status.OK
 
 
 def test_a_store_that_others_can_read_is_found(tmp_path: Path) -> None:

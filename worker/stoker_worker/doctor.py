@@ -21,15 +21,12 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Final
 
-from stoker_shared.durable_file import sync, write_new
 from stoker_shared.errors import ModelNotLoadable, RedisUnavailable, StoreUnusable
 from stoker_shared.text import mask_url, one_line
 from stoker_worker.engine.kv_memory import KVCost
 from stoker_worker.memory.database_file import FORMAT, check_database, has_database, refused_if_damaged
-from stoker_worker.memory.locks import holder_of
 from stoker_worker.memory.replica.bucket import Bucket, BucketAway, check_creates_once
 from stoker_worker.models.blas import advice_without_blas, preload_blas
 from stoker_worker.models.device import is_gpu, memory_for_models, ram_bytes
@@ -50,14 +47,10 @@ _PACKAGES: Final = (
 _ADVICE_SLEEP: Final = (
     "`sudo pmset -a sleep 0`, if it is to take jobs at any time: the worker keeps it awake only while jobs run"
 )
-_PINGS: Final = 50
-_SLOW_PING_MS: Final = 20.0
 _MOST_SKEW_S: Final = 1.0
 _NEARLY_FULL: Final = 0.8
 _LITTLE_BYTES: Final = 10 * _GB
 _TOO_LITTLE_BYTES: Final = 2**28
-_SYNCS: Final = 10
-_SLOW_SYNC_MS: Final = 50.0
 _USUAL_TOKENS: Final = 1024
 _FEW_SEQUENCES: Final = 8
 
@@ -138,7 +131,6 @@ def machine_checks() -> Iterator[Check]:
     yield "sleep", sleep
     yield "blas", blas
     yield "device", device
-    yield "wired memory", wired_memory
 
 
 def packages() -> Finding:
@@ -200,28 +192,10 @@ def device() -> Finding:
     name, info = mx.default_device().type.name, mx.device_info()
     shown = info.get("device_name", info.get("architecture", ""))
     if is_metal():
-        return ok(f"Metal: {shown}")
+        return ok(f"Metal: {shown}, {memory_for_models() / _GB:.1f} GB for models and caches")
     if sys.platform == "darwin":
         return warn("CPU, on a Mac", "Metal is not available to this Python: run it outside of containers")
     return ok(f"{name}{f': {shown}' if shown else ''}")
-
-
-def wired_memory() -> Finding:
-    """How much memory the GPU may hold: beyond it a Mac swaps, or ends the process."""
-    import mlx.core as mx
-
-    if not is_metal():
-        return ok("not applicable without Metal")
-    size, limit_mb = int(mx.device_info()["memory_size"]), _wired_limit_mb()
-    set_by = f"set to {limit_mb} MB" if limit_mb else "the system's default"
-    return ok(f"{memory_for_models() / _GB:.1f} of {size / _GB:.1f} GB for the GPU ({set_by})")
-
-
-def _wired_limit_mb() -> int:
-    """The limit that the owner of the Mac set; 0: none."""
-    command = ["sysctl", "-n", "iogpu.wired_limit_mb"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10).stdout.strip()
-    return int(found) if found.isdecimal() else 0
 
 
 def is_metal() -> bool:
@@ -241,7 +215,6 @@ def redis_checks(redis_url: str) -> Iterator[Check]:
         for connection in found:
             yield "redis memory", partial(redis_memory, connection)
             yield "redis persistence", partial(redis_persistence, connection)
-            yield "redis latency", partial(redis_latency, connection)
             yield "clock", partial(clock, connection)
 
 
@@ -294,13 +267,6 @@ def redis_persistence(connection: "Redis") -> Finding:
     return ok("append-only file")
 
 
-def redis_latency(connection: "Redis") -> Finding:
-    middle, line = _timed(_PINGS, lambda _: connection.ping())
-    if middle > _SLOW_PING_MS:
-        return warn(f"a ping takes {line}", "use a server nearer to the worker: each job takes several round trips")
-    return ok(f"a ping takes {line}")
-
-
 def clock(connection: "Redis") -> Finding:
     before = time.time()
     seconds, microseconds = connection.time()
@@ -316,16 +282,6 @@ def _mb(n_bytes: int) -> str:
     return f"{n_bytes / 2**20:.0f} MB"
 
 
-def _timed(times: int, call: Callable[[int], object]) -> tuple[float, str]:
-    """The median in milliseconds, and a text of it and of the longest."""
-    taken_ms = []
-    for number in range(times):
-        began = time.perf_counter()
-        call(number)
-        taken_ms.append((time.perf_counter() - began) * 1000)
-    return median(taken_ms), f"{median(taken_ms):.2f} ms, at most {max(taken_ms):.2f} ms"
-
-
 # --- the store ---
 
 
@@ -333,9 +289,7 @@ def store_checks(folder: Path) -> Iterator[Check]:
     """Changes nothing in the store, also while a worker runs."""
     yield "store folder", lambda: store_rights(folder)
     yield "store disk", lambda: store_disk(folder)
-    yield "store fsync", lambda: store_fsync(folder)
     yield "store format", lambda: store_format(folder)
-    yield "store lock", lambda: store_lock(folder)
 
 
 def _existing(folder: Path) -> Path:
@@ -368,28 +322,6 @@ def store_disk(folder: Path) -> Finding:
     return ok(line)
 
 
-def store_fsync(folder: Path) -> Finding:
-    """Time to make 4 KB durable, as the end of each agent's turn does, beside the store."""
-    with tempfile.TemporaryDirectory(prefix=".stoker-doctor-", dir=_beside(folder)) as scratch:
-
-        def write(number: int) -> None:
-            write_new(Path(scratch) / str(number), bytes(4096))
-            sync(Path(scratch), to_platter=True)
-
-        middle, line = _timed(_SYNCS, write)
-    if middle > _SLOW_SYNC_MS:
-        return warn(line, "put the store on a faster disk: each agent's turn waits for it")
-    return ok(line)
-
-
-def _beside(folder: Path) -> Path | None:
-    """A folder on the store's disk that may be written; else that of temporary files."""
-    there = _existing(folder)
-    candidates = (there.parent, there) if there == folder.absolute() else (there,)
-    device = there.stat().st_dev
-    return next((path for path in candidates if path.stat().st_dev == device and os.access(path, os.W_OK)), None)
-
-
 def store_format(folder: Path) -> Finding:
     try:
         if not has_database(folder):
@@ -399,13 +331,6 @@ def store_format(folder: Path) -> Finding:
     except StoreUnusable as error:
         return fail(str(error), "look at `stoker-worker memory verify` before the worker is started")
     return ok(f"format {FORMAT}")
-
-
-def store_lock(folder: Path) -> Finding:
-    holder = holder_of(folder)
-    if holder is None:
-        return ok("no worker uses it")
-    return warn(f"in use by {holder}", "another worker on it is refused; with a model, both have to fit into memory")
 
 
 def shared_store(url: str) -> Finding:

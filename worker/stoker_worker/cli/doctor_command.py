@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from stoker_shared.durable_file import replace_file
 from stoker_shared.help_layout import LaidOutCommand, examples, options_under
 from stoker_shared.text import printable
 from stoker_worker.cli.ending import cleaned_up_when_terminated, errors_in_one_line
@@ -20,11 +19,9 @@ from stoker_worker.cli.run_options import settings_of
 if TYPE_CHECKING:
     from stoker_worker.doctor import Finding
 
-_FILE: Final = Path("stoker-doctor.json")
 _COLOURS: Final = {"ok": "green", "warn": "yellow", "fail": "red"}
 _NAME_WIDTH: Final = 22
 _looking = options_under("What it looks at")
-_output = options_under("Output")
 
 
 @click.command(
@@ -37,9 +34,8 @@ _output = options_under("Output")
 @_looking("--model", help="Load it and prove its batching as well: a minute or two more.")
 @_looking("--redis", "redis_url", metavar="URL", help="As for `run`.  [redis://127.0.0.1:6379]")
 @_looking("--store", type=click.Path(path_type=Path), help="As for `run`.  [~/.stoker]")
-@_output("--json", "as_json", is_flag=True, help="Print the file's content instead of lines.")
-@_output("--out", type=click.Path(path_type=Path, dir_okay=False), help=f"Write a file.  [with --model: {_FILE}]")
-def doctor(as_json: bool, out: Path | None, **options: Any) -> None:
+@options_under("Output")("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
+def doctor(as_json: bool, **options: Any) -> None:
     """Check this machine, Redis, the store and a model; exit code 1 if a check fails.
 
     The worker's other settings are read from its variables (STOKER_MAX_BATCH, ...) and its file, as `run` does.
@@ -49,12 +45,9 @@ def doctor(as_json: bool, out: Path | None, **options: Any) -> None:
 
         logging.basicConfig(level=logging.CRITICAL)  # the findings are the output
         settings = settings_of(options).settings
-        file = out or (_FILE if settings.model is not None else None)
         found: list[tuple[str, Finding]] = []
-        _write(file, found)
         for name, finding in checks.examine(settings):
             found.append((name, finding))
-            _write(file, found)
             if not as_json:
                 _print(name, finding)
     if as_json:
@@ -62,8 +55,6 @@ def doctor(as_json: bool, out: Path | None, **options: Any) -> None:
     else:
         counts = Counter(str(finding.status) for _, finding in found)
         click.echo(f"\n{counts['ok']} ok, {counts['warn']} to look at, {counts['fail']} failed")
-        if file is not None:
-            click.echo(f"{file} has it all, without prompts and passwords")
     sys.exit(1 if any(finding.status == "fail" for _, finding in found) else 0)
 
 
@@ -71,15 +62,6 @@ def _report(found: "list[tuple[str, Finding]]") -> str:
     """All findings as JSON."""
     checks = [{"name": name, **asdict(finding)} for name, finding in found]
     return json.dumps({"stoker": version("stoker"), "checks": checks}, indent=1, ensure_ascii=False) + "\n"
-
-
-def _write(file: Path | None, found: "list[tuple[str, Finding]]") -> None:
-    """The file is whole after each check, so it is there even if MLX ends the process."""
-    try:
-        if file is not None:
-            replace_file(file, _report(found).encode())
-    except OSError as error:
-        raise click.ClickException(f"{file}: {error.strerror or error}") from error
 
 
 def _print(name: str, finding: "Finding") -> None:

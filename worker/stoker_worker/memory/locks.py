@@ -27,7 +27,6 @@ from stoker_worker.memory.database_file import refused_if_unusable
 
 _log = logging.getLogger(__name__)
 
-_PROBE_S: Final = 0.05
 _IN_FLIGHT: Final = "in-flight"
 _WAIT_S: Final = 10.0
 """How long the worker waits for a command of the shell. Most need milliseconds."""
@@ -61,43 +60,17 @@ class StoreLock:
             self._file = None
 
     def _take(self, path: Path, lock: int, wait: bool) -> None:
-        has_it = _try_lock(lock)
-        if not has_it:
-            time.sleep(_PROBE_S)  # `holder_of` may have had it for a moment
-            has_it = _try_lock(lock)
-        if not has_it:
-            in_use = f"the store folder {path} is in use by {_named_in(lock)}"
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(lock, 300, 0).decode(errors="replace").strip()
+            in_use = f"the store folder {path} is in use by {holder or 'another process'}"
             if not wait:
                 raise StoreUnusable(in_use) from None
             _log.info("standing by: %s", in_use)
             fcntl.flock(lock, fcntl.LOCK_EX)
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-
-
-def holder_of(path: Path) -> str | None:
-    """The process that has the store's `StoreLock`, as ``pid N on HOST``; ``None``: no process. Makes no file. Raises
-    `OSError`."""
-    try:
-        lock = os.open(path / "lock", os.O_RDONLY)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    try:
-        return None if _try_lock(lock) else _named_in(lock)
-    finally:
-        os.close(lock)
-
-
-def _named_in(lock: int) -> str:
-    return os.pread(lock, 300, 0).decode(errors="replace").strip() or "another process"
-
-
-def _try_lock(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 class InFlight:
