@@ -167,7 +167,7 @@ def _description(info: AgentInfo) -> str:
     if info.tokens is not None:
         length = f"{info.messages} messages" if info.messages is not None else f"{info.text_chars} characters"
         lines.append(f"length    {info.tokens} tokens, {length}; {info.cached_tokens} tokens cached")
-    lines.append(f"on disk   {info.own_bytes} bytes, blocks {info.block_bytes} bytes (shared: {info.shared_bytes})")
+    lines.append(f"on disk   {info.own_bytes} bytes, blocks {info.block_bytes} bytes")
     lines.append(f"state     {info.state}" + (f": {info.problem}" if info.problem else ""))
     versions = ", ".join(str(version.version) for version in info.versions)
     lines.append(f"rollback  to {versions}" if versions else "rollback  to no version")

@@ -100,7 +100,7 @@ class AgentInfo(_AgentResult):
             read.
         cached_tokens: how many of `tokens` have a cache.
         own_bytes: size of its records, tail and snapshots on disk.
-        block_bytes: size of its cached blocks on disk; other agents use `shared_bytes` of these too.
+        block_bytes: size of its cached blocks on disk; other agents may use some of these too.
         last_used: when its newest version was saved, ISO 8601, UTC.
         state: ``ok``; ``unsaved``: its last turn is not in its conversation, so `append` is refused; ``unreadable``.
         problem: explains a `state` that is not ``ok``.
@@ -116,7 +116,6 @@ class AgentInfo(_AgentResult):
     cached_tokens: int = 0
     own_bytes: int = 0
     block_bytes: int = 0
-    shared_bytes: int = 0
     last_used: str | None = None
     state: Literal["ok", "unsaved", "unreadable"] = "ok"
     problem: str | None = None

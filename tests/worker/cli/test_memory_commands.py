@@ -106,7 +106,6 @@ def test_show_has_everything_about_an_agent(command: Command, two_agents: Path) 
     shown = json.loads(command("show", "a", "--text", "--json").stdout)
     agent = shown["agent"]
     assert (agent["tokens"], agent["messages"], agent["cached_tokens"], agent["blocks"]) == (1000, 1, 1000, 3)
-    assert agent["shared_bytes"] == agent["block_bytes"] * 2 // 3
     assert [(x["version"], x["job_id"], x["tokens"], x["new_tokens"]) for x in shown["versions"]] == [
         (1, "job-1", 700, 700),
         (2, "job-2", 1000, 300),

@@ -106,32 +106,6 @@ def test_changes_that_come_together_share_one_sync(database: Database, steps: Di
     assert names(database) == [*map(str, range(8)), "before"]
 
 
-def test_a_transaction_takes_a_change_that_is_expected_with_it_and_waits_for_none_that_is_called_off(
-    database: Database,
-) -> None:
-    database.wait_s = 60
-    is_expected, go_on = threading.Barrier(3), threading.Event()
-
-    def expected(*, comes: bool) -> None:
-        with database.expecting():
-            is_expected.wait(30)
-            assert go_on.wait(30)
-            if comes:
-                database.commit(add("expected"))
-
-    with ThreadPoolExecutor(3) as threads:
-        others = [threads.submit(expected, comes=comes) for comes in (True, False)]
-        is_expected.wait(30)
-        first = threads.submit(database.commit, add("first"))
-        while not database._leading.locked():
-            time.sleep(0.001)
-        go_on.set()
-    first.result()
-    assert [other.exception() for other in others] == [None, None]
-    assert names(database) == ["expected", "first"]
-    assert commits(database) == 1
-
-
 def test_a_lone_change_waits_for_one_sync(database: Database, steps: Disturbed) -> None:
     database.commit(add("before"))
     steps.counts.clear()

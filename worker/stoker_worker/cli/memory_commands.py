@@ -266,7 +266,7 @@ _waiting = click.option("--wait", is_flag=True, help="Wait until no job of the a
 @click.option("--max-bytes", type=click.IntRange(min=0), help="What may be left of caches.")
 @click.option("--unused-for", metavar="DURATION", help="Also caches of agents unused for so long: 30d, 12h.")
 def gc(store: Path, as_json: bool, url: str, *, dry_run: bool, max_bytes: int | None, unused_for: str | None) -> None:
-    """Remove caches from a shared store that no agent uses, and the leftovers of crashes, but none younger than a day.
+    """Remove caches from a shared store that no agent uses, but none younger than a day.
 
     A worker removes those of its own store by itself.
     """

@@ -52,7 +52,7 @@ def print_agent(agent: "AgentSummary") -> None:
         "cached": f"{agent.cached_tokens} tokens when it was saved",
         "transcripts": decimal(agent.transcript_bytes),
         "pieces": f"{decimal(agent.piece_bytes)}, tail and snapshots",
-        "blocks": f"{agent.blocks}, {decimal(agent.block_bytes)}; others use {decimal(agent.shared_bytes)} of them too",
+        "blocks": f"{agent.blocks}, {decimal(agent.block_bytes)}",
         "last used": _time(agent.last_used),
     }
     width = max(map(len, facts))

@@ -63,12 +63,7 @@ def key_of(agent_id: str) -> bytes:
 
 def agent_checksum(number: int, agent_id: str, version: int, head: bytes, unsaved: int) -> bytes:
     """The checksum of an agent's row."""
-    if not (type(agent_id) is str and type(version) is type(unsaved) is int and type(head) is bytes):
-        return row_checksum((number, agent_id, version, head, unsaved))  # a damaged row
-    # The same, twice as fast: a list of agents checks every row.
-    at, to, is_unsaved = str(number), str(version), str(unsaved)
-    before = f"i{len(at)}:{at}s{len(agent_id.encode())}:{agent_id}i{len(to)}:{to}b{len(head)}:"
-    return xxh3_128_digest(before.encode() + head + f"i{len(is_unsaved)}:{is_unsaved}".encode())
+    return row_checksum((number, agent_id, version, head, unsaved))
 
 
 class Cursor(Protocol):
@@ -221,7 +216,6 @@ class Database:
 
     Attributes:
         outage: of the store: told of each transaction that the disk refuses, and of each that succeeds.
-        wait_s: how long a transaction waits for changes that are expected.
 
     Raises:
         DatabaseFailed: it cannot be opened now.
@@ -233,10 +227,7 @@ class Database:
         self.witness = Witness(folder)
         self.outage = Outage("the store")
         self._connector = connector
-        self.wait_s = 0.002  # a fraction of most disks' sync
         self._lock = threading.Lock()
-        self._arrived = threading.Condition(self._lock)
-        self._expected: set[int] = set()  # threads
         self._leading = threading.Lock()
         self._waiting: list[Change[Any]] = []
         self._idle: list[Connection] = []
@@ -258,20 +249,9 @@ class Database:
                 yield reading
             connection.execute("ROLLBACK")
 
-    @contextmanager
-    def expecting(self) -> Iterator[None]:
-        """Inside, this thread is about to call `commit`, once: transactions that begin meanwhile wait a moment for
-        it."""
-        with self._lock:
-            self._expected.add(threading.get_ident())
-        try:
-            yield
-        finally:
-            self._has_arrived()
-
     def commit(self, run: Callable[[Connection], T]) -> T:
         """Run `run` in a transaction, and make it durable. Changes that come while another transaction syncs share the
-        next one, with those that are expected; a lone change waits for nobody.
+        next one; a lone change waits for nobody.
 
         Args:
             run: lets `sqlite3.Error` through, and takes no lock that a caller of `commit` may hold. It may be called
@@ -287,7 +267,8 @@ class Database:
     def commit_each(self, runs: Sequence[Callable[[Connection], T]]) -> list[Change[T]]:
         """As `commit`, for changes that share a transaction. One that raises fails alone. Raises nothing."""
         changes = [Change(run) for run in runs]
-        self._has_arrived(changes)
+        with self._lock:
+            self._waiting += changes
         with self._leading:
             if not all(change.is_done for change in changes):
                 self._lead()
@@ -357,17 +338,9 @@ class Database:
         if self._is_closed:
             raise DatabaseFailed("the database of the store is closed")
 
-    def _has_arrived(self, changes: Sequence[Change[Any]] = ()) -> None:
-        """This thread is expected no more."""
-        with self._arrived:
-            self._waiting += changes
-            self._expected.discard(threading.get_ident())
-            self._arrived.notify_all()
-
     def _lead(self) -> None:
-        """Carry out all changes that wait, and those that come in a moment."""
-        with self._arrived:
-            self._arrived.wait_for(lambda: not self._expected, self.wait_s)
+        """Carry out all changes that wait."""
+        with self._lock:
             group, self._waiting = self._waiting, []
         try:
             self._carry_out(group)

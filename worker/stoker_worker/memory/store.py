@@ -237,8 +237,7 @@ class AgentCacheStore(CacheStorePort):
 
     def _save(self, turn: Turn) -> Mapping[str, Any]:
         try:
-            with self._database.expecting():
-                saved, n_bytes = self._turns.save(turn)
+            saved, n_bytes = self._turns.save(turn)
         except Damaged as error:
             _log_way_on(turn.agent_id, error)
             raise DatabaseFailed(str(error)) from error
@@ -276,7 +275,7 @@ class AgentCacheStore(CacheStorePort):
     ) -> None:
         chain = BlockChain(model.fingerprint, salt, token_ids)
         try:
-            with self._database.expecting(), self.budget.holds.using(None, chain.addresses):
+            with self.budget.holds.using(None, chain.addresses):
                 known = replace(cache, checkpoints=tuple(x for x in cache.checkpoints if x.n_tokens <= len(token_ids)))
                 saved = self._blocks.save(chain, known, model.spec)
                 enter = partial(enter_saved, blocks=self._blocks, chain=chain, saved=saved, spec=model.spec)
@@ -299,10 +298,9 @@ class AgentCacheStore(CacheStorePort):
         """On this machine only: the caches of sessions do not go to the shared store."""
         chain = BlockChain(model.fingerprint, salt, token_ids)
         try:
-            with self._database.expecting():
-                name, version, n_bytes = self._sessions.save(
-                    session, chain, cache, prompt_tokens=prompt_tokens, model=model
-                )
+            name, version, n_bytes = self._sessions.save(
+                session, chain, cache, prompt_tokens=prompt_tokens, model=model
+            )
         except (OSError, Damaged) as error:
             self.budget.not_saved(chain.paths(self._blocks.path_of))
             raise DatabaseFailed(str(error)) from error

@@ -9,14 +9,6 @@ from stoker_worker.memory.blocks import common_length
 from stoker_worker.memory.database import Connection
 from stoker_worker.memory.transcripts import AgentRow, AgentState, MadeBy, read_history
 
-_OTHER_USER = (
-    "WITH RECURSIVE below (address) AS (SELECT address FROM blocks WHERE parent = ?1 AND address IS NOT ?2"
-    " UNION ALL SELECT blocks.address FROM blocks JOIN below ON blocks.parent = below.address)"
-    " SELECT 1 FROM agents WHERE last_block = ?1 AND number != ?3"
-    " UNION ALL SELECT 1 FROM below JOIN agents ON agents.last_block = below.address LIMIT 1"
-)
-"""Finds a row if an agent other than ?3 uses the block ?1, which ?2 follows in the chain of ?3."""
-
 
 @dataclass(frozen=True)
 class AgentSummary:
@@ -28,8 +20,7 @@ class AgentSummary:
         cached_tokens: how many of `tokens` had a cache when the newest version was saved.
         transcript_bytes: of all versions that are kept.
         piece_bytes: its tail and snapshots on disk.
-        blocks: how many blocks of its cache are on disk, with `block_bytes`; other agents use `shared_bytes` of them
-            too.
+        blocks: how many blocks of its cache are on disk, with `block_bytes`; other agents may use some of them too.
         last_used: ISO 8601, UTC.
         state: ``unsaved``: the last turn is not in its transcript, so `append` is refused. `problem` gives the reason.
     """
@@ -45,7 +36,6 @@ class AgentSummary:
     piece_bytes: int
     blocks: int
     block_bytes: int
-    shared_bytes: int
     last_used: str | None
     state: Literal["ok", "unsaved", "unreadable"]
     problem: str | None
@@ -78,7 +68,6 @@ class AgentSummary:
             piece_bytes=piece_bytes,
             blocks=len(blocks),
             block_bytes=sum(block.n_bytes for block in blocks),
-            shared_bytes=sum(block.n_bytes for block in _shared(connection, row, blocks)),
             last_used=iso(last_used),
             state="ok" if state.problem is None else "unsaved" if is_unsaved else "unreadable",
             problem=state.problem,
@@ -143,14 +132,3 @@ def iso(unix_s: float) -> str | None:
         return datetime.fromtimestamp(int(unix_s), UTC).isoformat()
     except (ValueError, OverflowError, OSError):
         return None
-
-
-def _shared(connection: Connection, row: AgentRow, blocks: list[cache_index.Block]) -> list[cache_index.Block]:
-    """Those of the agent's blocks, the last one first, that other agents use too: they share all blocks before one."""
-    after = None
-    for index, block in enumerate(blocks):
-        address = bytes.fromhex(block.address)
-        if block.n_users > 1 and connection.execute(_OTHER_USER, (address, after, row.number)).fetchone():
-            return blocks[index:]
-        after = address
-    return []
