@@ -111,7 +111,7 @@ def test_a_wait_survives_the_servers_death_and_return(tmp_path, each_step, n_job
             server.stop()
             is_waiting.clear()
             assert is_waiting.wait(20), "it asks again while the server is away"
-            with EmbeddedServer(tmp_path / "redis", port, has_password=False):
+            with EmbeddedServer(tmp_path / "redis", has_password=False):
                 for ticket in tickets:
                     PlayedWorker(Redis(port=port)).finish(ticket.job_id, text=ticket.job_id)
                 assert [result.text for result in waiting.result()] == [ticket.job_id for ticket in tickets]

@@ -152,19 +152,13 @@ def test_a_server_that_was_killed_itself_is_started_again_on_its_file(folder):
         assert key(again.url) == b"v"
 
 
-def test_a_given_port_is_used_and_a_taken_one_is_a_clear_error(folder, tmp_path):
+def test_the_first_port_is_used_if_it_is_free(folder, tmp_path):
     with EmbeddedServer(folder) as server:
-        port = int(server.url.rsplit(":", 1)[1])
-        with pytest.raises(RedisUnavailable, match="listening on port"):
-            EmbeddedServer(tmp_path / "other", port).start()
-    with EmbeddedServer(tmp_path / "other", port) as other:
-        assert other.url.endswith(f"@127.0.0.1:{port}")
-
-
-def test_a_running_server_on_another_port_than_the_one_asked_for_is_a_clear_error(folder):
-    with EmbeddedServer(folder) as server, pytest.raises(RedisUnavailable, match=r"already runs on port \d+, not 1$"):
-        EmbeddedServer(folder, 1).start()
-    assert server
+        port = urlsplit(server.url).port
+        with EmbeddedServer(tmp_path / "other", first_port=port) as other:
+            assert urlsplit(other.url).port != port
+    with EmbeddedServer(tmp_path / "third", first_port=port) as third:
+        assert third.url.endswith(f"@127.0.0.1:{port}")
 
 
 def test_a_server_that_cannot_start_says_so_with_the_last_line_of_its_log(folder):

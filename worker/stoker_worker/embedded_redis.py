@@ -103,73 +103,11 @@ class ServerState:
         return "".join(f"{name} {value}\n" for name, value in options.items())
 
 
-class ServerFiles:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder.expanduser().resolve()
-        self.state = self.folder / "server.json"
-        self.log = self.folder / "server.log"
-        self.lock = self.folder / "server.lock"
-
-    def make_folder(self) -> None:
-        """Make the folder if it is missing, and close it to everybody else (0700). Raises `OSError`."""
-        self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # perhaps the store's folder
-        self.folder.mkdir(exist_ok=True)
-        self.folder.chmod(0o700)
-
-    @contextmanager
-    def unusable_if_refused(self) -> Iterator[None]:
-        """Turn an `OSError` of these files into `StoreUnusable`: no server is at fault."""
-        try:
-            yield
-        except OSError as error:
-            raise StoreUnusable(f"the folder {self.folder} cannot be written: {error.strerror}") from error
-
-    def read_state(self) -> ServerState | None:
-        """``None`` when the file is missing or damaged."""
-        try:
-            state = json.loads(self.state.read_bytes())
-            return ServerState(int(state["port"]), ProcessIdentity(**state["owner"]), str(state.get("password", "")))
-        except (OSError, ValueError, TypeError, KeyError):
-            return None
-
-    def write_state(self, state: ServerState) -> None:
-        replace_file(self.state, json.dumps(asdict(state)).encode())
-
-    def rotate_log(self) -> None:
-        if self.log.exists():
-            self.log.replace(self.log.with_suffix(".log.1"))
-
-    def last_log_line(self) -> str:
-        """``": LINE"``, for the end of an error message; empty without a log."""
-        try:
-            lines = self.log.read_text(errors="replace").split("\n")
-        except OSError:
-            return ""
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        return f": {last}" if last else ""
-
-
-class FolderLock:
-    """An exclusive lock, held as long as any process has its descriptor open."""
-
-    def __init__(self, path: Path) -> None:
-        self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-
-    def try_take(self) -> bool:
-        try:
-            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-    def close(self) -> None:
-        os.close(self.descriptor)
-
-
 _START_S: Final = 20.0
 _LOAD_S: Final = 600.0  # a long append-only file is read before the first answer
 _STOP_S: Final = 30.0
 _POLL_S: Final = 0.02
+_TRIES: Final = 5
 
 
 class EmbeddedServer:
@@ -177,22 +115,24 @@ class EmbeddedServer:
 
     The process that started a server stops it. A server whose starter is dead is taken over; one whose starter lives
     is only used, and `stop` leaves it alone.
+
+    Attributes:
+        lock: the file that the server process has locked as long as it lives.
     """
 
-    def __init__(
-        self, folder: Path, port: int | None = None, *, preferred_port: int | None = None, has_password: bool = True
-    ) -> None:
+    def __init__(self, folder: Path, *, first_port: int | None = None, has_password: bool = True) -> None:
         """
         Args:
             folder: the place of its files; made if missing, and closed to everybody else (0700).
-            port: on 127.0.0.1; ``None`` for the port of the last time if it is free, else any free one.
-            preferred_port: with `port` ``None``: this port the first time, if it is free.
+            first_port: on 127.0.0.1, the first time, if it is free; later that of the last time, and any free one where
+                it is taken.
             has_password: whether clients need the password in `url`.
         """
-        self._files = ServerFiles(folder)
-        self._folder = self._files.folder
-        self._wanted_port = port
-        self._preferred_port = preferred_port
+        self._folder = folder.expanduser().resolve()
+        self._state_file = self._folder / "server.json"
+        self._log = self._folder / "server.log"
+        self.lock = self._folder / "server.lock"
+        self._first_port = first_port
         self._has_password = has_password
         self._state: ServerState | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -217,29 +157,27 @@ class EmbeddedServer:
             raise RedisUnavailable("the embedded Redis server is not running")
         return self._state.url
 
-    @property
-    def lock(self) -> Path:
-        """The file that the server process has locked as long as it lives."""
-        return self._files.lock
-
     def start(self) -> str:
         """Start the folder's server, or take over the running one; returns its URL.
 
         Raises:
             StoreUnusable: its files cannot be made or written.
-            RedisUnavailable: there is no server program, it does not start (with its log's last line), or the folder's
-                server runs on another port than `port`.
+            RedisUnavailable: there is no server program, or it does not start (with its log's last line).
         """
         if self._state is None:
-            with self._files.unusable_if_refused():
-                self._files.make_folder()
+            try:
+                self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # perhaps the store's folder
+                self._folder.mkdir(exist_ok=True)
+                self._folder.chmod(0o700)
                 self._start()
+            except OSError as error:
+                raise StoreUnusable(f"the folder {self._folder} cannot be written: {error.strerror}") from error
         return self.url
 
     def _start(self) -> None:
         deadline = time.monotonic() + _START_S
-        with closing(FolderLock(self._files.lock)) as lock:
-            while not lock.try_take():
+        with self._opened_lock() as lock:
+            while not _try_take(lock):
                 # A live server holds the lock: it is usable at once, or it is just starting or stopping.
                 if self._adopt():
                     return
@@ -258,32 +196,31 @@ class EmbeddedServer:
             with closing(_client(self._state)) as client, suppress(RedisError):
                 client.shutdown(nosave=True)  # without RDB snapshots; the append-only file is flushed regardless
             self._wait_until_gone()
-        self._forget()
+        self._state, self._process, self._owned = None, None, False
 
     # --- steps ---
 
-    def _launch(self, lock: FolderLock) -> None:
+    def _launch(self, lock: int) -> None:
         program = find_program()
-        self._files.rotate_log()
-        last = self._files.read_state()
-        for attempt in range(5):
-            usual_port = self._preferred_port if last is None else last.port
-            port = self._wanted_port or _free_port(usual_port if attempt == 0 else None)
+        if self._log.exists():
+            self._log.replace(self._log.with_suffix(".log.1"))
+        last = self._read_state()
+        port = _free_port(last.port if last else self._first_port)
+        for _ in range(_TRIES):
             password = ((last and last.password) or secrets.token_hex(32)) if self._has_password else ""
             state = ServerState(port, ProcessIdentity.of_this_process(), password)
-            self._files.write_state(state)  # before the server answers: whoever finds it alive needs the password
-            self._process = process = self._popen(program, state, lock)
+            self._write_state(state)  # before the server answers: whoever finds it alive needs the password
+            process = self._popen(program, state, lock)
             if self._answers(process, state):
-                self._state, self._owned = state, True
+                self._state, self._process, self._owned = state, process, True
                 return
-            # Another process may have taken the port before the server bound it.
-            if self._wanted_port or "listening" not in self._files.last_log_line():
+            if "listening" not in self._last_log_line():
                 break
-        self._forget()
+            port = _free_port(None)  # another process has taken it before the server bound it
         raise self._unavailable(f"{program.name} does not start")
 
-    def _popen(self, program: Path, state: ServerState, lock: FolderLock) -> "subprocess.Popen[bytes]":
-        with self._files.log.open("ab") as output:
+    def _popen(self, program: Path, state: ServerState, lock: int) -> "subprocess.Popen[bytes]":
+        with self._log.open("ab") as output:
             process = subprocess.Popen(
                 [str(program), "-"],  # every user sees the words of a command; nobody sees what goes in by a pipe
                 cwd=self._folder,
@@ -291,7 +228,7 @@ class EmbeddedServer:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                pass_fds=[lock.descriptor],
+                pass_fds=[lock],
             )
         assert process.stdin is not None
         with suppress(BrokenPipeError), process.stdin as config:  # it has ended: its log tells why
@@ -317,7 +254,7 @@ class EmbeddedServer:
         return False
 
     def _adopt(self) -> bool:
-        state = self._files.read_state()
+        state = self._read_state()
         if state is None:
             return False
         with closing(_client(state)) as client:
@@ -326,14 +263,10 @@ class EmbeddedServer:
                     return False
             except RedisError:
                 return False
-        if self._wanted_port not in {None, state.port}:
-            raise RedisUnavailable(
-                f"the Redis server of {self._folder} already runs on port {state.port}, not {self._wanted_port}"
-            )
         self._owned = state.owner.is_certainly_dead()
         if self._owned:
             state = replace(state, owner=ProcessIdentity.of_this_process())
-            self._files.write_state(state)
+            self._write_state(state)
         self._state = state
         return True
 
@@ -344,17 +277,50 @@ class EmbeddedServer:
 
     def _wait_until_gone(self) -> None:
         deadline = time.monotonic() + _STOP_S
-        with closing(FolderLock(self._files.lock)) as lock:
-            while (self._process is not None and self._process.poll() is None) or not lock.try_take():
+        with self._opened_lock() as lock:
+            while (self._process is not None and self._process.poll() is None) or not _try_take(lock):
                 if time.monotonic() > deadline:
                     raise self._unavailable(f"the Redis server of {self._folder} does not stop")
                 time.sleep(_POLL_S)
 
-    def _forget(self) -> None:
-        self._state, self._process, self._owned = None, None, False
+    # --- files ---
+
+    def _read_state(self) -> ServerState | None:
+        """``None`` when the file is missing or damaged."""
+        try:
+            state = json.loads(self._state_file.read_bytes())
+            return ServerState(int(state["port"]), ProcessIdentity(**state["owner"]), str(state.get("password", "")))
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+    def _write_state(self, state: ServerState) -> None:
+        replace_file(self._state_file, json.dumps(asdict(state)).encode())
+
+    @contextmanager
+    def _opened_lock(self) -> Iterator[int]:
+        """Its descriptor. A lock on it lasts as long as any process has the descriptor open."""
+        descriptor = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _last_log_line(self) -> str:
+        """``": LINE"``, for the end of an error message; empty without a log."""
+        lines = self._log.read_text(errors="replace").split("\n") if self._log.exists() else []
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return f": {last}" if last else ""
 
     def _unavailable(self, problem: str) -> RedisUnavailable:
-        return RedisUnavailable(problem + self._files.last_log_line())
+        return RedisUnavailable(problem + self._last_log_line())
+
+
+def _try_take(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _client(state: ServerState) -> Redis:

@@ -84,11 +84,6 @@ class WorkerSettings(BaseSettings):
             metavar="URL",
         ),
     ] = "redis://127.0.0.1:6379"
-    redis_port: Annotated[
-        int | None,
-        Field(ge=1, le=65535),
-        _serving("Port of the embedded server.  [that of the last time, or 6379, if it is free]"),
-    ] = None
     queues: Annotated[str, _serving("Comma-separated, highest priority first.  [generate]")] = DEFAULT_QUEUE
     dtype: Annotated[Literal["auto", "native", "float32"], _serving("auto: float32 on a CPU.  [auto]")] = "auto"
     skip_proof: Annotated[bool, _serving("Do not try the model in a batch before serving it.")] = False
@@ -245,12 +240,6 @@ class WorkerSettings(BaseSettings):
     def _quantised_once(self) -> Self:
         if self.kv_bits is not None and self.store_dtype != "native":
             raise ValueError("kv_bits keeps caches in 8 bits on disk too: leave store_dtype at native")
-        return self
-
-    @model_validator(mode="after")
-    def _port_of_an_own_server(self) -> Self:
-        if self.redis_port is not None and self.redis_url != EMBEDDED:
-            raise ValueError("redis_port is the port of an embedded server: it needs redis_url embedded")
         return self
 
     @model_validator(mode="after")

@@ -120,7 +120,7 @@ def _embedded_redis(settings: "WorkerSettings", cleanup: ExitStack) -> str:
     """The URL of a server of our own, which ends with `cleanup`."""
     from stoker_worker.embedded_redis import EmbeddedServer
 
-    server = EmbeddedServer(settings.store_folder / "redis", settings.redis_port, preferred_port=6379)
+    server = EmbeddedServer(settings.store_folder / "redis", first_port=6379)
     url = cleanup.enter_context(server).url
     _publish(url, server.lock)
     return url
