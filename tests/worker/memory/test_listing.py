@@ -1,6 +1,5 @@
 """The list of agents: pages, orders, patterns; from rows alone, however many agents there are."""
 
-import json
 import shutil
 import sqlite3
 from collections.abc import Iterator
@@ -37,7 +36,7 @@ def fill(store: AgentCacheStore) -> None:
 
 
 def lines(store: AgentCacheStore, page: Page) -> list[dict[str, Any]]:
-    return [json.loads(line) for some in list_agents(store.parts.database.snapshot, page) for line in some]
+    return [line for some in list_agents(store.parts.database.snapshot, page) for line in some]
 
 
 def names(store: AgentCacheStore, page: Page) -> list[str]:

@@ -101,7 +101,7 @@ def ls(
         if as_json:
             comma = "["
             for some in filter(None, agents):
-                click.echo(comma + ", ".join(some), nl=False)
+                click.echo(comma + ", ".join(map(json.dumps, some)), nl=False)
                 comma = ", "
             click.echo("]" if comma != "[" else "[]")
             return

@@ -1,8 +1,7 @@
 """Prints the tables of the `memory` commands. A model may have written what is in them."""
 
-import json
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from rich.cells import cell_len
@@ -16,8 +15,8 @@ if TYPE_CHECKING:  # a list of agents needs none of what these load
     from stoker_worker.ports import Transcript
 
 
-def print_list(agents: Iterable[Sequence[str]], *, of: Literal["agent", "session"]) -> int:
-    """Print one line for each agent or conversation, from its JSON, some at a time; returns how many."""
+def print_list(agents: Iterable[Sequence[Mapping[str, Any]]], *, of: Literal["agent", "session"]) -> int:
+    """Print one line for each agent or conversation, some at a time; returns how many."""
     lines: list[Sequence[object]] = [
         [of.upper(), "VERSION", "TURNS", "TOKENS", "CACHED", "SIZE", "TRANSCRIPT", "PIECES", "BLOCKS", "USED", "STATE"]
     ]
@@ -31,7 +30,7 @@ def print_list(agents: Iterable[Sequence[str]], *, of: Literal["agent", "session
                 _time(agent["last_used"]),
                 agent["state"] if agent["problem"] is None else f"{agent['state']}: {agent['problem']}",
             )
-            for agent in map(json.loads, some)
+            for agent in some
         ]
         widths = _print_lines(lines, widths)
         n_agents, lines = n_agents + len(some), []

@@ -251,10 +251,7 @@ def roll_back(
         OSError: it could not be written; the agent is as it was.
     """
     with naming(agent_id):
-        with parts.database.snapshot() as connection:
-            going = _prepare(connection, agent_id, version, asked, "rollback")
-        _commit(parts, going)
-    return going.back
+        return _go_back(parts, agent_id, version, asked, "rollback")
 
 
 def close_number(parts: StoreParts, agent_id: str) -> None:
@@ -263,69 +260,52 @@ def close_number(parts: StoreParts, agent_id: str) -> None:
     `Damaged`."""
     with parts.database.snapshot() as connection:
         row = transcripts.find_agent(connection, agent_id)
-        try:
-            going = _prepare(connection, agent_id, row.version, BY_COMMAND, "closed") if row and row.version else None
-        except AgentTranscriptUnreadable:
-            return
-    if going is not None:
-        _commit(parts, going)
+    if row is not None and row.version:
+        with suppress(AgentTranscriptUnreadable):
+            _go_back(parts, agent_id, None, BY_COMMAND, "closed")
     else:
         parts.replica.publish(NextVersion(agent_id, parts.replica.forgotten(agent_id).number + 1))
 
 
-@dataclass(frozen=True)
-class _Going:
-    """A rollback, ready to be committed. `head`: of the agent's row before it. `chain`: of the tokens that stay
-    cached."""
-
-    back: AgentRolledBack
-    head: bytes
-    record: TurnRecord
-    chain: BlockChain | None
-    next: NextVersion
-    asked: Asked
-
-
-def _commit(parts: StoreParts, going: _Going) -> None:
-    back, record, asked = going.back, going.record, going.asked
+def _go_back(parts: StoreParts, agent_id: str, version: int | None, asked: Asked, made_by: MadeBy) -> AgentRolledBack:
+    """Raises as `roll_back`, and `Damaged`."""
+    with parts.database.snapshot() as connection:
+        state = transcripts.read_agent(connection, agent_id)
+        row, base = state.row, state.version
+        asked.check(agent_id, base.number)
+        if row is None or not base.number:
+            raise AgentNotFound(f"there is no agent {agent_id!r}")
+        to = base.number if made_by == "closed" else _goal(connection, row, version)
+        try:
+            transcript, cache = transcripts.read_version(connection, row, to)
+        except Damaged as damage:
+            raise AgentTranscriptUnreadable(f"version {to} of agent {agent_id!r}: {damage}") from None
+        chain = None
+        if cache is not None:
+            chain = chain_of(cache, transcript.token_ids)
+            chain = chain.up_to(chain.n_blocks * BLOCK_TOKENS)
+        back = AgentRolledBack(
+            job_id=asked.job_id,
+            agent_id=agent_id,
+            version=base.number + 1,
+            to_version=to,
+            from_version=base.number,
+            tokens=len(transcript.token_ids),
+        )
+        left = cached_prefix(chain) if chain else None
+        record = make_record(base, transcript, left, made_by=made_by, delivery=asked.delivery)
+        next_version = version_of(connection, record, back)
 
     def change(connection: Connection) -> None:
-        row = transcripts.find_agent(connection, back.agent_id)
-        if row is None or (row.version, row.head) != (back.from_version, going.head):
-            raise AgentVersionConflict(f"agent {back.agent_id!r} is not at version {back.from_version} any more")
-        write_with_cache(connection, row, record, going.chain, keep_versions=asked.keep_versions)
-        asked.remember(connection, row.number, back.agent_id, back, version=back.version)
+        now = transcripts.find_agent(connection, agent_id)
+        if now is None or (now.version, now.head) != (base.number, base.head):
+            raise AgentVersionConflict(f"agent {agent_id!r} is not at version {base.number} any more")
+        write_with_cache(connection, now, record, chain, keep_versions=asked.keep_versions)
+        asked.remember(connection, now.number, agent_id, back, version=back.version)
 
-    parts.commit_next(going.next, change)
-    parts.pieces.keep_only((), back.agent_id, back.version)
-
-
-def _prepare(connection: Connection, agent_id: str, version: int | None, asked: Asked, made_by: MadeBy) -> _Going:
-    state = transcripts.read_agent(connection, agent_id)
-    row, base = state.row, state.version
-    asked.check(agent_id, base.number)
-    if row is None or not base.number:
-        raise AgentNotFound(f"there is no agent {agent_id!r}")
-    to = _goal(connection, row, version)
-    try:
-        transcript, cache = transcripts.read_version(connection, row, to)
-    except Damaged as damage:
-        raise AgentTranscriptUnreadable(f"version {to} of agent {agent_id!r}: {damage}") from None
-    chain = None
-    if cache is not None:
-        chain = chain_of(cache, transcript.token_ids)
-        chain = chain.up_to(chain.n_blocks * BLOCK_TOKENS)
-    back = AgentRolledBack(
-        job_id=asked.job_id,
-        agent_id=agent_id,
-        version=base.number + 1,
-        to_version=to,
-        from_version=base.number,
-        tokens=len(transcript.token_ids),
-    )
-    left = cached_prefix(chain) if chain else None
-    record = make_record(base, transcript, left, made_by=made_by, delivery=asked.delivery)
-    return _Going(back, row.head, record, chain, version_of(connection, record, back), asked)
+    parts.commit_next(next_version, change)
+    parts.pieces.keep_only((), agent_id, back.version)
+    return back
 
 
 def _goal(connection: Connection, row: AgentRow, version: int | None) -> int:

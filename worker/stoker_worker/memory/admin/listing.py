@@ -1,13 +1,12 @@
 """Lists the agents of a store from their rows: no conversation is read, and no cache file touched. Any thread.
 
-Made for a hundred thousand agents in a second, the start of the process included: SQLite sorts, cuts out the page and
-writes the JSON but for what the checksum covers, and this module loads neither numpy nor pydantic's models.
+Made for a hundred thousand agents: SQLite sorts and cuts out the page, and this module loads neither numpy nor
+pydantic's models.
 
 A first read takes the numbers of all agents in their order, 8 bytes each. Their rows follow in short reads, between
 which nothing of the store is held: the output may be a pager that a person has left open.
 """
 
-import json
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -22,25 +21,20 @@ Snapshot = Callable[[], AbstractContextManager[Connection]]
 AT_ONCE: Final = 500
 """Rows of one read."""
 
-_quoted: Final = json.encoder.encode_basestring_ascii
 _COUNTS: Final = {
     **{name: name for name in ("turns", "tokens", "cached_tokens", "transcript_bytes", "piece_bytes")},
     "block_bytes": "chain_bytes",
     "size_bytes": "transcript_bytes + piece_bytes + ifnull(chain_bytes, 0)",
 }
-_USED: Final = "strftime('\"%Y-%m-%dT%H:%M:%S+00:00\"', CAST(last_used AS INTEGER), 'unixepoch')"
-_FORM: Final = ", ".join(f'"{name}": %d' for name in _COUNTS)
-_REST: Final = f"printf('{_FORM}, \"last_used\": ', {', '.join(_COUNTS.values())}) || ifnull({_USED}, 'null')"
-"""Columns that no checksum covers: in a damaged row, a value of any type is printed as a number."""
+_NUMBERS: Final = ", ".join(f"ifnull(CAST({sql} AS INTEGER), 0)" for sql in _COUNTS.values())
+_USED: Final = "strftime('%Y-%m-%dT%H:%M:%S+00:00', CAST(last_used AS INTEGER), 'unixepoch')"
+"""Columns that no checksum covers: in a damaged row, they are of any type."""
 _SIZED: Final = "agents LEFT JOIN blocks ON address = last_block"
-_ROWS: Final = f"SELECT number, agent_id, key, version, head, unsaved, checksum, {_REST} FROM {_SIZED}"
+_ROWS: Final = f"SELECT number, agent_id, key, version, head, unsaved, checksum, {_USED}, {_NUMBERS} FROM {_SIZED}"
 _SESSIONS: Final = "agent_id < ' '"
 """As `transcripts.IS_OF_SESSION`."""
 _AGENTS: Final = f"number NOT IN (SELECT number FROM agents WHERE {_SESSIONS})"
 """An index has the others: no row is read for this."""
-_OK: Final = '"ok", "problem": null'
-_UNSAVED: Final = '"unsaved", "problem": "its last turn was not saved"'
-_DAMAGED: Final = '"unreadable", "problem": "its row is damaged"'
 _ORDERS: Final[dict[Sort, str]] = {
     "used": "last_used DESC, number DESC",
     "size": f"{_COUNTS['size_bytes']} DESC, number",
@@ -68,13 +62,13 @@ class Page:
     of_sessions: bool = False
 
 
-def list_agents(snapshot: Snapshot, page: Page) -> Iterator[list[str]]:
-    """A JSON object for each agent of the page: as much of `AgentSummary` as its row holds, and ``size_bytes``, of its
+def list_agents(snapshot: Snapshot, page: Page) -> Iterator[list[dict[str, Any]]]:
+    """An entry for each agent of the page: as much of `AgentSummary` as its row holds, and ``size_bytes``, of its
     transcript, pieces and blocks. A conversation has its ``session`` in place of ``agent_id``. The ``state`` is
     ``unreadable`` only if that row is damaged. An agent that goes meanwhile is left out.
 
     Returns:
-        a few hundred objects at a time.
+        a few hundred at a time.
 
     Raises:
         OSError, Damaged: the store cannot be read.
@@ -86,7 +80,7 @@ def list_agents(snapshot: Snapshot, page: Page) -> Iterator[list[str]]:
         sql = f"{_ROWS} WHERE number IN ({', '.join(map(str, some))})"
         with snapshot() as connection:
             found = {row[0]: row for row in connection.execute(sql)}
-        yield [_line(found[number]) for number in some if number in found]
+        yield [_entry(found[number]) for number in some if number in found]
 
 
 def _numbers(connection: Connection, page: Page) -> "array[int]":
@@ -98,14 +92,16 @@ def _numbers(connection: Connection, page: Page) -> "array[int]":
     return array("q", (number for (number,) in rows))
 
 
-def _line(row: tuple[Any, ...]) -> str:
-    number, agent_id, key, version, head, unsaved, checksum, rest = row
-    state = _UNSAVED if unsaved else _OK
+def _entry(row: tuple[Any, ...]) -> dict[str, Any]:
+    number, agent_id, key, version, head, unsaved, checksum, used, *counts = row
+    state, problem = ("unsaved", "its last turn was not saved") if unsaved else ("ok", None)
     # As `transcripts.row_of` checks it.
     if key != key_of(str(agent_id)) or checksum != agent_checksum(number, agent_id, version, head, unsaved):
-        agent_id, version, state = str(agent_id), version if isinstance(version, int) else 0, _DAMAGED
-    kind, name = ("session", agent_id.split("\n")[1]) if agent_id.startswith("\n") else ("agent_id", agent_id)
-    return f'{{"{kind}": {_quoted(name)}, "version": {version}, {rest}, "state": {state}}}'
+        agent_id, version = str(agent_id), version if isinstance(version, int) else 0
+        state, problem = "unreadable", "its row is damaged"
+    name = {"session": agent_id.split("\n")[1]} if agent_id.startswith("\n") else {"agent_id": agent_id}
+    numbers = dict(zip(_COUNTS, counts, strict=True))
+    return {**name, "version": version, **numbers, "last_used": used, "state": state, "problem": problem}
 
 
 def count_agents(connection: Connection, page: Page) -> int:
