@@ -92,8 +92,9 @@ def _next(rng: random.Random, was: GenerationWork, done: CompletedGeneration, nu
     """A next turn: from the end of the last turn, from just before its prompt's end, from a checkpoint, or uncached."""
     ids = (*was.prompt_ids, *done.generated_ids)
     assert done.cache is not None
-    snapshots = (*done.cache.checkpoints, *done.cache.snapshots)
-    places = [snapshot.n_tokens for snapshot in snapshots] or [len(ids), len(was.prompt_ids) - 1, 5]
+    places = [snapshot.n_tokens for snapshot in (*done.cache.checkpoints, *done.cache.snapshots)]
+    if not done.cache.snapshots:
+        places = [len(ids), len(was.prompt_ids) - 1, 5]
     places = [place for place in (*places[::-1], 0) if place <= len(ids)]
     place = places[number % len(places)]
     prefix = prefix_of(done.cache, place) if place > 0 else None

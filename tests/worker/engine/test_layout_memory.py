@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+from dataclasses import replace
 
 import pytest
 from tests.worker.engine.layouts import Layout, random_ids, run, work
@@ -20,8 +21,8 @@ IN_8_BITS = ("llama", "gemma3_text", "falcon_h1")
 class Conversation:
     """One agent's turns, each as the worker runs them: restore, generate, save."""
 
-    def __init__(self, layout, folder, agent_id="agent"):
-        self.layout, self.folder, self.agent_id = layout, folder, agent_id
+    def __init__(self, layout, folder, agent_id="agent", system_tokens=0):
+        self.layout, self.folder, self.agent_id, self.system_tokens = layout, folder, agent_id, system_tokens
         fingerprint = hashlib.sha256(layout.spec.describe().encode()).hexdigest()
         self.model = LoadedModel("tiny", fingerprint, "t", 8192, layout.spec, layout.loaded.tokenizer)
         self.said = []
@@ -37,9 +38,9 @@ class Conversation:
     def turn_in(self, store, ids, max_tokens=6, **fields):
         """The same in an open store."""
         agent = store.open_agent(self.agent_id)
-        restored = store.restore(ids, agent=agent, model=self.model, salt=None)
+        restored = store.restore(ids, agent=agent, model=self.model, salt=None, system_tokens=self.system_tokens)
         self.source = restored.source
-        one = work(ids, max_tokens, restored.prefix, **fields)
+        one = replace(work(ids, max_tokens, restored.prefix, **fields), checkpoints_at=restored.checkpoints_at)
         beside = work(random_ids(random.Random(len(ids)), 33), 9)
         done, _ = run(self.layout.engine(), [one, beside])
         kept = done.generated_ids[: done.kept]
@@ -76,6 +77,18 @@ def test_turns_continue_from_disk_and_answer_as_uncached(name, kv_bits, tmp_path
     # Half of the conversation: full attention can be cut anywhere, the other kinds have no snapshot there.
     cached, _ = conversation.turn((*first[:200], 7, 7))
     assert cached == 0 if layout.spec.snapshot_layers else cached >= 200
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_bits"), [*((name, None) for name in ("llama", "mamba2", *IN_8_BITS[1:])), ("falcon_h1", 8)]
+)
+def test_new_agents_go_on_at_the_exact_end_of_a_known_system_prompt_and_answer_as_uncached(name, kv_bits, tmp_path):
+    layout, rng = Layout(name, kv_bits=kv_bits), random.Random(name)
+    system, n_cached = random_ids(rng, 330), []
+    for number in range(3):
+        agent = Conversation(layout, tmp_path, f"agent-{number}", len(system))
+        n_cached.append(agent.turn((*system, *random_ids(rng, 9)))[0])
+    assert n_cached == [0, len(system), len(system)]
 
 
 def in_ram(store, conversation):

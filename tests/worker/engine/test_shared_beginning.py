@@ -98,7 +98,7 @@ def cut_nowhere(request):
 def test_prompts_of_a_model_that_cannot_be_cut_prefill_one_beginning_once(cut_nowhere):
     rng = random.Random(6)
     works = crowd(rng)
-    works[1:] = [replace(one, checkpoints_at=(256,)) for one in works[1:]]  # where they leave the first prompt
+    works[1:] = [replace(one, checkpoints_at=(256, SYSTEM)) for one in works[1:]]  # where they leave the first prompt
     works.append(replace(works[3], prompt_ids=(*works[3].prompt_ids[:100], *random_ids(rng, 250))))
     engine = cut_nowhere.engine(max_batch=4, prefill_tokens=64)
     uids, ended = [engine.submit(one) for one in works], {}
@@ -107,7 +107,7 @@ def test_prompts_of_a_model_that_cannot_be_cut_prefill_one_beginning_once(cut_no
     done = [ended[uid] for uid in uids]
     assert_right(cut_nowhere, works, done)
     assert prefilled(done[:8], works[:8]) < SYSTEM + 8 * 41
-    assert all([one.n_tokens for one in end.cache.checkpoints] == [256] for end in done[1:8])
+    assert all([one.n_tokens for one in end.cache.checkpoints] == [256, SYSTEM] for end in done[1:8])
     assert done[8].cached_tokens == 0  # the first one has no state that early
 
 

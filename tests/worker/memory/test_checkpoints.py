@@ -1,15 +1,19 @@
-"""Checkpoints: models with window or recurrent layers resume at the ends of blocks, whoever computed them."""
+"""Checkpoints: prompts resume at the exact end of a known system prompt, and those of models with window or recurrent
+layers at other places that prompts have in common, whoever computed them."""
 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from tests.worker.memory.agents import (
     HYBRID,
+    MODEL,
     SNAPSHOT_SPECS,
+    SPEC,
     Agent,
     FastDisk,
     call_of_session,
@@ -28,9 +32,10 @@ from stoker_worker.memory.admin.backup import back_up, restore
 from stoker_worker.memory.checkpoints import LEAST_APART, MOST_REGULAR, checkpoint_places
 from stoker_worker.memory.eviction import CHECKPOINT_SHARE
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.ports import Delivery
+from stoker_worker.ports import Delivery, LoadedModel
 from stoker_worker.ports.cache_spec import ArraySpec, LayerKind, LayerSpec, ModelCacheSpec
 
+KINDS = {"plain": SPEC, **SNAPSHOT_SPECS}
 SYSTEM = ids(600, seed=100)
 N = 512
 """Tokens of it in full blocks."""
@@ -45,10 +50,21 @@ Team = Callable[..., Agent]
 
 @pytest.fixture(params=SNAPSHOT_SPECS)
 def team(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Team]:
-    """Agents of one store, for each kind of model."""
-    model = make_model(request.param, spec=SNAPSHOT_SPECS[request.param])
+    """Agents of one store, for each kind of model that resumes only where a snapshot was taken."""
     with closing(open_store(tmp_path)) as store:
-        yield lambda name, **about: Agent(store, name, **{"model": model, **about})
+        yield team_of(store, request.param)
+
+
+@pytest.fixture(params=KINDS)
+def any_team(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Team]:
+    """The same for every kind of model."""
+    with closing(open_store(tmp_path)) as store:
+        yield team_of(store, request.param)
+
+
+def team_of(store: AgentCacheStore, kind: str) -> Team:
+    model = make_model(kind, spec=KINDS[kind])
+    return lambda name, **about: Agent(store, name, **{"model": model, **about})
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
@@ -67,12 +83,40 @@ def left_by(agent: Agent, prompt: tuple[int, ...]) -> list[int]:
     return [one.n_tokens for one in turn.cache.checkpoints]
 
 
-def test_the_second_agent_goes_on_where_the_first_ones_system_prompt_ended(team: Team, tmp_path: Path) -> None:
-    team("first", system_tokens=600).say(prompt(1))
+def test_the_second_agent_goes_on_exactly_where_the_first_ones_system_prompt_ended(
+    any_team: Team, tmp_path: Path
+) -> None:
+    first = any_team("first", system_tokens=600)
+    assert left_by(first, prompt(1)) == [600]
+    first.say((*prompt(1), 1))
     assert len(checkpoint_files(tmp_path)) == 1
-    assert team("second", system_tokens=600).cached(prompt(2)) == N
-    assert team("other", salt="theirs").cached(prompt(2)) == 0
-    assert problems_of(team("x").store) == []
+    first.store.close()
+    with closing(open_store(tmp_path)) as store:
+        second, stateless = (Agent(store, name, first.model, system_tokens=600) for name in ("second", "stateless"))
+        restored = second.restore(prompt(2))
+        assert restored.prefix is not None
+        assert (restored.prefix.n_tokens, restored.source, restored.miss_reason) == (600, "disk", None)
+        assert left_by(second, prompt(2)) == []
+        assert stateless.cached((*SYSTEM, 1)) == 600
+        assert Agent(store, "other", first.model, "theirs").cached(prompt(2)) == 0
+        assert store.misses == {}
+        ticks(store)
+        assert store.budget.total_bytes == disk_bytes(tmp_path)
+        assert problems_of(store) == []
+
+
+def test_a_prompt_that_leaves_within_the_end_of_a_system_prompt_does_not_use_it(any_team: Team, tmp_path: Path) -> None:
+    any_team("first", system_tokens=600).say(prompt(1))
+    other = (*SYSTEM[:590], *ids(100, seed=3))
+    is_plain = not any_team("x").model.spec.snapshot_layers
+    assert any_team("other").cached(other) == (N if is_plain else 0)
+    # A model that cannot be cut gets a checkpoint that both may use.
+    any_team("other", system_tokens=605).say(other)
+    assert [any_team("x").cached(one) for one in (other, prompt(2))] == ([605, N] if is_plain else [N, N])
+    any_team("second", system_tokens=600).say(prompt(2))
+    assert [any_team("x").cached(one) for one in (other, prompt(3))] == ([N, 600] if is_plain else [N, N])
+    assert len(checkpoint_files(tmp_path)) == 1
+    assert problems_of(any_team("x").store) == []
 
 
 def test_the_third_agent_goes_on_where_the_first_two_parted(team: Team, tmp_path: Path) -> None:
@@ -128,20 +172,21 @@ def test_the_end_of_a_turn_serves_other_agents_that_go_on_alike(team: Team) -> N
     for n in (700, 1000, 1300):
         agent.say(said[:n])
     assert team("b").cached((*said[:1100], 1)) == 1000
-    assert team("b").cached((*said[:1010], 1)) == (1000 if not team("b").model.spec.full_layers else 700)
+    assert team("b").cached((*said[:1010], 1)) == 1000
 
 
-def test_jobs_without_an_agent_and_sessions_have_checkpoints_too(team: Team) -> None:
-    store, model = team("x").store, team("x").model
+@pytest.mark.parametrize("n_system", [0, 600])
+def test_jobs_without_an_agent_and_sessions_have_checkpoints_too(any_team: Team, n_system: int) -> None:
+    store, model = any_team("x").store, any_team("x").model
     cached = []
     for seed in range(3):
-        restored = store.restore(prompt(seed), agent=None, model=model, salt=None)
+        restored = store.restore(prompt(seed), agent=None, model=model, salt=None, system_tokens=n_system)
         cached.append(restored.prefix.n_tokens if restored.prefix else 0)
         if restored.to_share:
             cache = sequence_cache(prompt(seed), [], restored.checkpoints_at, model)
             store.save_blocks(prompt(seed)[: restored.to_share], cache, model=model, salt=None)
-    assert cached == [0, 0, N]
-    assert call_of_session(store, prompt(5), model=model)[0] == N
+    assert cached == [0, 0, n_system or N]
+    assert call_of_session(store, prompt(5), model=model)[0] == (n_system or N)
     assert problems_of(store) == []
 
 
@@ -150,37 +195,40 @@ def test_a_rollback_leaves_what_the_checkpoints_before_it_serve(team: Team) -> N
     agent.say(ids(2100))
     agent.say((*ids(2100), *ids(100, seed=1)))
     agent.store.agent_jobs.run(AgentRequest(agent_id="a", action="rollback"), Delivery("job", "2024-01-01T00:00:00Z"))
-    assert agent.cached((*ids(2100), 5)) == (1792 if agent.model.spec.full_layers else 2100)
+    assert agent.cached((*ids(2100), 5)) == 2100
 
 
-def test_forgetting_the_last_agent_of_a_block_removes_its_checkpoint(team: Team, tmp_path: Path) -> None:
+def test_forgetting_the_last_agent_of_a_block_removes_its_checkpoint(any_team: Team, tmp_path: Path) -> None:
     for name in ("first", "second"):
-        team(name, system_tokens=600).say(prompt(ord(name[0])))
+        any_team(name, system_tokens=600).say(prompt(ord(name[0])))
     for name, n_left in (("first", 1), ("second", 0)):
         request = AgentRequest(agent_id=name, action="forget")
-        team(name).store.agent_jobs.run(request, Delivery(name, "2024-01-01T00:00:00Z"))
+        any_team(name).store.agent_jobs.run(request, Delivery(name, "2024-01-01T00:00:00Z"))
         assert len(checkpoint_files(tmp_path)) == n_left
     assert files_below(tmp_path / "blocks") == files_below(tmp_path / "pieces") == []
-    assert problems_of(team("first").store) == []
+    assert problems_of(any_team("first").store) == []
 
 
+@pytest.mark.parametrize("model", [MODEL, HYBRID], ids=["plain", "hybrid"])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_a_miss_with_a_name_and_is_written_again(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_checkpoint_is_a_miss_with_a_name_and_is_written_again(
+    tmp_path: Path, damage: str, model: LoadedModel
+) -> None:
     store = open_store(tmp_path)
-    Agent(store, "first", HYBRID, system_tokens=600).say(prompt(1))
+    Agent(store, "first", model, system_tokens=600).say(prompt(1))
     DAMAGES[damage](*checkpoint_files(tmp_path))
-    second = Agent(store, "second", HYBRID, system_tokens=600)
+    second = Agent(store, "second", model, system_tokens=600)
     restored = second.restore(prompt(2))
-    assert (restored.prefix, (restored.miss_reason or "none").split("_")[0]) in [(None, "checkpoint"), (None, "none")]
-    assert checkpoint_files(tmp_path) == []
+    assert (restored.prefix.n_tokens if restored.prefix else 0) == (N if model is MODEL else 0)
+    assert (restored.miss_reason or "none").split("_")[0] in ("checkpoint", "none")
     second.say(prompt(2))
-    assert Agent(store, "third", HYBRID).cached(prompt(3)) == N
+    assert Agent(store, "third", model).cached(prompt(3)) == 600
     ticks(store)
     assert problems_of(store) == []
 
 
-def test_the_index_of_checkpoints_is_made_anew_from_conversations(team: Team, tmp_path: Path) -> None:
-    agent = team("first", system_tokens=600)
+def test_the_index_of_checkpoints_is_made_anew_from_conversations(any_team: Team, tmp_path: Path) -> None:
+    agent = any_team("first", system_tokens=600)
     agent.say(prompt(1))
     back_up(agent.store.parts, tmp_path / "copy")
     agent.store.close()
@@ -189,7 +237,7 @@ def test_the_index_of_checkpoints_is_made_anew_from_conversations(team: Team, tm
         with store.parts.database.snapshot() as connection:
             known = connection.execute("SELECT count(*) FROM blocks WHERE checkpoint_bytes > 0").fetchone()
         assert known == (1,)
-        assert Agent(store, "second", agent.model).cached(prompt(2)) == N
+        assert Agent(store, "second", agent.model).cached(prompt(2)) == 600
         assert problems_of(store) == []
 
 
@@ -227,7 +275,13 @@ def test_regular_checkpoints_are_few_and_take_half_of_the_bytes_of_the_blocks_at
                 assert 2 * len(places) * spec.snapshot_bytes(n_prompt) <= n_prompt * spec.bytes_per_token
     ends = checkpoint_places(HYBRID.spec, n_prompt=1000, n_restored=300, ends=(999, 300, 0))
     assert ends == (768,)  # nothing can be taken before what was restored
-    assert checkpoint_places(make_model().spec, n_prompt=9000, n_restored=0, ends=(300,)) == ()
+    those = partial(checkpoint_places, n_prompt=1000, ends=(700,))
+    assert those(SPEC, n_restored=0) == those(SPEC, n_restored=600, system_tokens=600) == ()
+    assert those(SPEC, n_restored=512, system_tokens=600) == (600,)
+    assert those(HYBRID.spec, n_restored=0, system_tokens=600) == (512, 600)
+    for spec in (SPEC, HYBRID.spec):
+        assert checkpoint_places(spec, n_prompt=1000, n_restored=0, system_tokens=255) == ()
+    assert checkpoint_places(SPEC, n_prompt=1000, n_restored=0, system_tokens=512) == ()
 
 
 LARGE = make_model(
@@ -238,14 +292,17 @@ LARGE = make_model(
 AGENTS = int(os.environ.get("AGENTS", "60"))
 
 
-def test_checkpoints_of_many_agents_take_their_share_and_the_one_that_is_used_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", [LARGE, MODEL], ids=["large", "plain"])
+def test_checkpoints_of_many_agents_take_their_share_and_the_one_that_is_used_stays(
+    tmp_path: Path, model: LoadedModel
+) -> None:
     store = AgentCacheStore(tmp_path, files=FastDisk(), max_bytes=60_000 * AGENTS)
     for seed in range(AGENTS):
-        member = Agent(store, f"member-{seed}", LARGE, system_tokens=600)
-        restored = store.restore(prompt(seed), agent=member.open(), model=LARGE, salt=None, system_tokens=600)
-        assert (restored.prefix.n_tokens if restored.prefix else 0) == (N if seed else 0)
+        member = Agent(store, f"member-{seed}", model, system_tokens=600)
+        restored = store.restore(prompt(seed), agent=member.open(), model=model, salt=None, system_tokens=600)
+        assert (restored.prefix.n_tokens if restored.prefix else 0) == (600 if seed else 0)
         member.say(prompt(seed, 1))
-        Agent(store, f"loner-{seed}", LARGE, system_tokens=600).say(ids(620, seed=1000 + seed))
+        Agent(store, f"loner-{seed}", model, system_tokens=600).say(ids(620, seed=1000 + seed))
         store._notes.write()
     store.budget.make_room()
     with store.parts.database.snapshot() as connection:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tests.worker.memory.agents import Agent, FastDisk, ids, make_model, make_turn, open_store, reopen
 
+from stoker_worker.memory.blocks import layout_of
 from stoker_worker.memory.database import Connection, connect
 from stoker_worker.memory.files import Chunk
 from stoker_worker.memory.store import AgentCacheStore
@@ -54,7 +55,7 @@ def test_adding_64_tokens_to_4096_writes_64_tokens_at_most_a_block_and_the_snaps
     agent = Agent(AgentCacheStore(tmp_path, files=disk), model=make_model(spec=spec))
     agent.say(ids(stored))
     written = bytes_of(disk, agent, ids(stored), ids(64, seed=1))
-    snapshots = 2 * spec.snapshot_bytes(5000) if spec.snapshot_layers else 0
+    snapshots = 2 * layout_of(spec, "snapshot", stored).n_bytes if spec.snapshot_layers else 0
     assert written < 1.25 * ((64 + 256) * spec.bytes_per_token + snapshots)
 
 

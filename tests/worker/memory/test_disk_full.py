@@ -212,7 +212,7 @@ def test_a_mark_finds_space_on_a_full_disk_and_outlives_the_worker(small_disk: S
     store.close()
 
 
-@pytest.mark.parametrize("small_disk", [910_000], indirect=True)
+@pytest.mark.parametrize("small_disk", [860_000], indirect=True)
 @pytest.mark.parametrize("model", [MODEL, HYBRID], ids=["full", "hybrid"])
 def test_on_a_small_disk_caches_go_before_a_turn_fails(small_disk: SmallDisk, model: LoadedModel) -> None:
     folder = small_disk.path / "store"

@@ -65,7 +65,7 @@ def dequantised(tensors: dict[str, Any], name: str, bits: int) -> Any:
 
 
 @pytest.mark.parametrize("store_dtype", ["native", "q8", "q4"])
-def test_a_stranger_reads_blocks_tail_and_snapshots(tmp_path: Path, store_dtype: StoreDtype) -> None:
+def test_a_stranger_reads_blocks_and_snapshots(tmp_path: Path, store_dtype: StoreDtype) -> None:
     spec = dataclasses.replace(SNAPSHOT_SPECS["hybrid"], dtype="float32", store_dtype=store_dtype)
     agent = Agent(open_store(tmp_path), model=make_model(spec=spec), salt="salt")
     agent.say(LONG)
@@ -92,20 +92,20 @@ def test_a_stranger_reads_blocks_tail_and_snapshots(tmp_path: Path, store_dtype:
         found.append(tensors)
         parent = address
     assert cache["last_block"] == parent.hex()
-    metadata, tail = read(pieces / f"{name}-1-tail.safetensors")
-    assert (metadata["kind"], metadata["parent"]) == ("tail", parent.hex())
+    _, last = read(pieces / f"{name}-1-snapshot-1.safetensors")
     for layer, pair in zip((1, 3), wanted, strict=True):
         for side, array in zip(("keys", "values"), pair, strict=True):
             tensor = f"layer.{layer}.{side}"
             bits = {"q8": 8, "q4": 4}.get(store_dtype)
             blocks = [dequantised(x, tensor, bits) if bits else x[tensor] for x in found]
             assert equal(array[:, :512], np.concatenate(blocks, axis=1), agent.model)
-            assert np.array_equal(array[:, 512:], tail[tensor])
+            assert np.array_equal(array[:, 512:], last[tensor])
 
     for index, n_tokens in enumerate((699, 700)):
         metadata, tensors = read(pieces / f"{name}-1-snapshot-{index}.safetensors")
         assert (metadata["kind"], metadata["after_tokens"]) == ("snapshot", str(n_tokens))
         assert metadata["parent"] == parent.hex()
+        assert list(tensors)[:4] == ["layer.1.keys", "layer.1.values", "layer.3.keys", "layer.3.values"]
         names = ["layer.0.keys", "layer.0.values", "layer.2.state.0", "layer.2.state.1"]
         states = [array for arrays in states_of(LONG[:n_tokens], agent.model) for array in arrays]
         assert all(np.array_equal(tensors[x], array) for x, array in zip(names, states, strict=True))

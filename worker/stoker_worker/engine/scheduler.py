@@ -96,8 +96,8 @@ def beginning_at_cut(waiting: Sequence, in_batch: Iterable[Sequence]) -> Beginni
 
 
 def cuts_for(waiting: Iterable[Sequence], joining: Sequence) -> set[int]:
-    """Where the prefill of `joining` stops for those that wait: where most tokens need not be prefilled again, and at
-    the last end of a block before it, if one of them is to leave a checkpoint there."""
+    """Where the prefill of `joining` stops for those that wait: where most tokens need not be prefilled again, and
+    behind the last full block before it, where they are to leave checkpoints."""
     key, least = joining.work.shares, joining.n_cached + LEAST_TOKENS
     alike = [other for other in waiting if key is not None and other.work.shares == key]
     commons = [
@@ -108,7 +108,7 @@ def cuts_for(waiting: Iterable[Sequence], joining: Sequence) -> set[int]:
     saved = {n: (n - joining.n_cached) * sum(other >= n for other in commons) for n in commons}
     best = max(saved, key=lambda n: saved[n], default=0)
     asked = {n for other in alike for n in other.work.checkpoints_at}
-    return ({best} | ({best // BLOCK_TOKENS * BLOCK_TOKENS} & asked)) - {0}
+    return ({best} | {n for n in asked if best // BLOCK_TOKENS * BLOCK_TOKENS <= n <= best}) - {0}
 
 
 def _n_common(waiting: Sequence, other: Sequence, least: int) -> int:

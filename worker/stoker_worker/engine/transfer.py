@@ -146,7 +146,10 @@ def cache_to_save(sequence: Sequence, caches: list[Any], spec: ModelCacheSpec) -
     snapshots = sequence.snapshots
     if spec.snapshot_layers and sequence.n_kept == len(sequence.generated):  # a window cannot be cut to a stop string
         snapshots = [*snapshots, take_snapshot(caches, n_tokens, spec)]
-    return replace(slice_caches(caches, n_tokens, spec), snapshots=tuple(snapshots), checkpoints=sequence.checkpoints)
+    checkpoints = sequence.checkpoints
+    if not spec.snapshot_layers:  # keys and values may be cut anywhere
+        checkpoints = tuple(Snapshot(n, ()) for n in sequence.work.checkpoints_at if n < sequence.n_prompt)
+    return replace(slice_caches(caches, n_tokens, spec), snapshots=tuple(snapshots), checkpoints=checkpoints)
 
 
 def slice_caches(caches: list[Any], n_tokens: int, spec: ModelCacheSpec) -> SequenceCache:

@@ -2,8 +2,8 @@
 
 A full block has an address: a chained SHA-256 over the model, the salt and every token up to the block's end. Blocks of
 the same address hold the same cache: agents share them, and blocks of different salts never mix. A block may have a
-checkpoint beside it: the window and recurrent layers at its end, shared in the same way. Each agent's newest version
-has pieces of its own: the tail and the snapshots.
+checkpoint beside it: all that is needed to go on at its end or up to 255 tokens behind it, shared in the same way. Each
+agent's newest version has pieces of its own: the tail or the snapshots.
 
 A file is a safetensors file that is written once and never changed. A reader builds the header that it expects (model,
 cache layout, parent, token ids) and compares bytes, so no content of a file is trusted unseen. Writing streams the
@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from io import FileIO
-from itertools import chain, takewhile
+from itertools import chain, groupby, takewhile
 from math import prod
 from pathlib import Path
 from typing import Any, Final, Literal, Self
@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128
 
 from stoker_worker.memory.files import CacheWriter, Chunk, allocated_bytes, fill, in_parts, is_there
-from stoker_worker.ports import AgentVersion, Array, LayerKV, LayerState, SequenceCache, as_uint16_if_bfloat16
+from stoker_worker.ports import AgentVersion, Array, LayerKV, LayerState, SequenceCache, Snapshot, as_uint16_if_bfloat16
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ITEM_BYTES, LayerKind, LayerSpec, ModelCacheSpec, group_size
 
 PathOf = Callable[[str, str], Path]
@@ -141,8 +141,9 @@ def common_length(left: Sequence[Any], right: Sequence[Any]) -> int:
 
 
 PieceKind = Literal["block", "tail", "snapshot"]
-"""``block``: a full block, shared by all agents of one salt. ``tail``: an agent's last, partial block. ``snapshot``:
-the window and recurrent layers after some tokens: an agent's own, or a checkpoint."""
+"""``block``: a full block, shared by all agents of one salt. ``tail``: an agent's last, partial block, if the model has
+full attention alone. ``snapshot``: what is needed beside full blocks to go on after some tokens, an agent's own or a
+checkpoint: K/V of full attention behind the last block, then the window and recurrent layers."""
 
 _SAFETENSORS_NAMES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint8": "U8"}
 
@@ -200,20 +201,20 @@ class CacheLayout:
 def layout_of(spec: ModelCacheSpec, kind: PieceKind, n_tokens: int) -> CacheLayout:
     """The layout of a block or tail of `n_tokens` tokens, or of a snapshot after that many. Cached."""
     parts: list[Tensor] = []
+    states: list[Tensor] = []
+    n_kv = n_tokens % BLOCK_TOKENS if kind == "snapshot" else n_tokens
     for index, layer in enumerate(spec.layers):
-        if (layer.kind == LayerKind.FULL) == (kind == "snapshot"):
-            continue
         name = f"layer.{index}"
-        if kind == "snapshot":
-            parts += _state_tensors(name, layer, n_tokens, spec.dtype)
-        else:
-            for side, dim in (("keys", layer.key_dim), ("values", layer.value_dim)):
-                shape = (layer.n_kv_heads, n_tokens, dim)
-                if is_quantised(spec, kind):
-                    parts += _quantised_tensors(f"{name}.{side}", shape, BITS[spec.store_dtype])
-                else:
-                    parts.append(Tensor(f"{name}.{side}", spec.dtype, shape))
-    return CacheLayout(spec.describe(), tuple(parts))
+        if layer.kind != LayerKind.FULL:
+            states += _state_tensors(name, layer, n_tokens, spec.dtype) if kind == "snapshot" else ()
+            continue
+        for side, dim in (("keys", layer.key_dim), ("values", layer.value_dim)) if n_kv else ():
+            shape = (layer.n_kv_heads, n_kv, dim)
+            if is_quantised(spec, kind):
+                parts += _quantised_tensors(f"{name}.{side}", shape, BITS[spec.store_dtype])
+            else:
+                parts.append(Tensor(f"{name}.{side}", spec.dtype, shape))
+    return CacheLayout(spec.describe(), (*parts, *states))
 
 
 def is_quantised(spec: ModelCacheSpec, kind: PieceKind) -> bool:
@@ -339,19 +340,17 @@ class CachePiece:
         """Size of the whole file."""
         return len(self.header) + self.layout.n_bytes
 
-    def encode(self, layers: tuple[LayerKV, ...], offset: int) -> Iterator[Chunk]:
-        """The bytes of a block or tail, from arrays in which its tokens start at `offset`; copied only if quantised."""
+    def encode(self, layers: tuple[LayerKV, ...], offset: int, states: tuple[LayerState, ...] = ()) -> Iterator[Chunk]:
+        """Its bytes, from arrays in which its tokens start at `offset`, and a snapshot's states; copied only if
+        quantised."""
         stop = offset + len(self.token_ids)
         arrays: Iterable[Array] = (array[:, offset:stop] for array in chain.from_iterable(layers))
         if self.is_quantised:
             bits = BITS[self.spec.store_dtype]
             arrays = chain.from_iterable(quantise(array, bits) for array in arrays)
         # Head by head: the longest contiguous parts of the engine's arrays.
-        return self._encode([_bytes_of(head) for array in arrays for head in array])
-
-    def encode_states(self, states: tuple[LayerState, ...]) -> Iterator[Chunk]:
-        """The bytes of a snapshot."""
-        return self._encode([_bytes_of(array) for array in chain.from_iterable(states)])
+        rows = [_bytes_of(head) for array in arrays for head in array]
+        return self._encode([*rows, *map(_bytes_of, chain.from_iterable(states))])
 
     def load(self, path: Path, targets: Sequence[memoryview]) -> Fault | None:
         """Read a file's data into `targets` (`layout.n_bytes` in all) and verify the whole file.
@@ -536,12 +535,13 @@ class BlockFolder:
             if not _has_size(path, piece.n_bytes):
                 missing[path] = piece.encode(cache.layers, index * BLOCK_TOKENS)
         checkpoints: dict[int, Path] = {}
-        for one in cache.checkpoints:
-            piece = CachePiece.snapshot(spec, chain.up_to(one.n_tokens))
-            index = one.n_tokens // BLOCK_TOKENS - 1
+        for index, taken in groupby(cache.checkpoints, key=lambda one: one.n_tokens // BLOCK_TOKENS - 1):
             path = checkpoints[index] = self.both(chain.model, chain.addresses[index])[1]
-            if not _has_size(path, piece.n_bytes) or read_place(path) != (piece.parent, ()):
-                missing[path] = piece.encode_states(one.states)
+            if (
+                one := _checkpoint_to_write(path, chain.up_to((index + 2) * BLOCK_TOKENS), spec, list(taken))
+            ) is not None:
+                piece = CachePiece.snapshot(spec, chain.up_to(one.n_tokens))
+                missing[path] = piece.encode(cache.layers, (index + 1) * BLOCK_TOKENS, one.states)
         self._writer.put_all(missing)
         block_bytes, state_bytes = ({n: allocated_bytes(path) for n, path in x.items()} for x in (paths, checkpoints))
         outlived: dict[Path, Path] = {}
@@ -601,6 +601,19 @@ class PieceFolder:
         for path in paths:
             with suppress(OSError):
                 self._writer.files.remove(path)
+
+
+def _checkpoint_to_write(
+    path: Path, chain: BlockChain, spec: ModelCacheSpec, taken: Sequence[Snapshot]
+) -> Snapshot | None:
+    """Of the snapshots behind one block, its checkpoint; ``None``: `path` is one within `chain`. In place of one that
+    other prompts use, the first, which they may share; else the last, which saves most."""
+    if (place := read_place(path)) is None:
+        return taken[-1]
+    start = taken[0].n_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+    there = chain.up_to(start + len(place[1]))
+    is_within = place == (chain.up_to(start).last, chain.token_ids[start : start + len(place[1])])
+    return None if is_within and _has_size(path, CachePiece.snapshot(spec, there).n_bytes) else taken[0]
 
 
 def _has_size(path: Path, n_bytes: int) -> bool:

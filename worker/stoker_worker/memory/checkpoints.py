@@ -1,5 +1,5 @@
-"""Where a prompt's prefill takes checkpoints: the state of window and recurrent layers at the ends of blocks, for
-whichever prompt begins alike. Pure.
+"""Where a prompt's prefill takes checkpoints, for whichever prompt begins alike: at the end of its system prompt, and,
+for window and recurrent layers, at the ends of blocks. Pure.
 
 A state can be as large as the blocks of thousands of tokens, so there are few places: where the prompt leaves what
 another one began with, where its system prompt and tools end, and at regular distances within the rest. Of a prompt
@@ -22,20 +22,24 @@ _SHARE: Final = 2
 
 
 def checkpoint_places(
-    spec: ModelCacheSpec, *, n_prompt: int, n_restored: int, ends: Sequence[int] = ()
+    spec: ModelCacheSpec, *, n_prompt: int, n_restored: int, ends: Sequence[int] = (), system_tokens: int = 0
 ) -> tuple[int, ...]:
-    """After how many tokens of a prompt checkpoints are taken, ascending; all lie at the end of a block.
+    """After how many tokens of a prompt checkpoints are taken, ascending; all but the last of the system prompt lie at
+    the end of a block. A model of full attention alone has the blocks themselves there.
 
     Args:
         n_restored: tokens that are not prefilled, where nothing can be taken.
         ends: after how many tokens it leaves what other prompts begin with, or may begin with.
+        system_tokens: of its system prompt and tools.
     """
-    if not spec.snapshot_layers:
-        return ()
     apart = BLOCK_TOKENS * _blocks_apart(spec, n_prompt)
     regular = range(apart, n_prompt, apart)
     places = {n // BLOCK_TOKENS * BLOCK_TOKENS for n in ends if n >= BLOCK_TOKENS}
-    if places or n_restored:
+    if system_tokens >= BLOCK_TOKENS:
+        places.add(system_tokens)
+    if not spec.snapshot_layers:
+        places = {n for n in places if n % BLOCK_TOKENS}
+    elif places or n_restored:
         places |= {n for n in regular if n >= n_restored + apart}  # others may go on from what was restored, too
     else:
         places = set(_near_end(n_prompt, max(1, len(regular))))

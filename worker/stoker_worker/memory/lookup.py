@@ -1,12 +1,11 @@
 """Finds the longest cached prefix of a prompt: in RAM, then on disk. Loader thread, and threads of its own during
 a lookup; writes nothing.
 
-On disk there are two sources: the full blocks of the prompt's own chain, whichever agent wrote them; and, where those
-end, the agent's own next piece (its tail, or a full block that the prompt leaves in the middle), as far as the tokens
-agree. The K/V of full attention may be cut anywhere, so the prefix ends where the files do. A model with window or
-recurrent layers resumes only where one of the agent's own snapshots was taken, or at a checkpoint of the prompt's own
-chain, whichever agent wrote it. A miss has a name. For a call of a session, the conversation of the session that the
-prompt goes on with takes the place of the agent.
+On disk there are the full blocks of the prompt's own chain, whichever agent wrote them. Where those end, one file goes
+on: a checkpoint of the chain, whoever wrote it; one of the agent's own snapshots; or, as far as the tokens agree, its
+tail or a full block that the prompt leaves in the middle. The K/V of full attention may be cut anywhere, so the longest
+of them serves. A model with window or recurrent layers resumes only at a snapshot or checkpoint. A miss has a name. For
+a call of a session, the conversation of the session that the prompt goes on with takes the place of the agent.
 """
 
 import contextlib
@@ -153,9 +152,15 @@ class BlockLookup:
         return common_length(self.own.token_ids, self.prompt.token_ids[: self.limit])
 
     def run(self) -> FoundOnDisk:
+        """The longest prefix of blocks and the agent's own next piece."""
+        cache, n_tokens, faults = self.read()
+        return FoundOnDisk(cache.up_to(n_tokens), faults)
+
+    def read(self, least_room: int = 0) -> tuple[SequenceCache, int, tuple[FaultyPiece, ...]]:
+        """The same, in arrays for `least_room` tokens at least, and how many tokens of them are filled."""
         steps = self._block_steps()
         steps += [step for step in [self._own_step(len(steps))] if step is not None]
-        planned_tokens = sum(step.use_tokens for step in steps)
+        planned_tokens = max(least_room, sum(step.use_tokens for step in steps))
         room = self.make_room(planned_tokens) if self.make_room and planned_tokens else None
         planned = SequenceCache(
             planned_tokens, room.layers() if room else empty_layers(self.spec, planned_tokens), room=room
@@ -173,7 +178,7 @@ class BlockLookup:
                 n_tokens += other.use_tokens
             else:
                 faults.insert(1, FaultyPiece(other.path, other.piece.kind, fault))
-        return FoundOnDisk(planned.up_to(n_tokens), tuple(faults))
+        return planned, n_tokens, tuple(faults)
 
     def _block_steps(self) -> list[_Step]:
         """The prompt's leading full blocks that should be there: the agent's own, and others whose files exist."""
@@ -202,6 +207,7 @@ class BlockLookup:
     def _piece(self, kind: PieceKind, index: int, token_ids: tuple[int, ...]) -> CachePiece:
         return CachePiece(kind, self.prompt.model, self.spec, self.prompt.parent(index), token_ids)
 
+    @cached_property
     def n_blocks_there(self) -> int:
         """How many of the prompt's leading full blocks have files, where the model has any."""
         if not self.spec.full_layers:
@@ -209,21 +215,23 @@ class BlockLookup:
         return sum(1 for _ in takewhile(is_there, map(self._path, range(self.prompt.n_blocks))))
 
     def places(self) -> Iterator["_Place"]:
-        """Where the prompt may resume, the longest prefix first: the agent's own snapshots, and checkpoints."""
+        """Where the prompt may resume, the longest prefix first: the agent's own snapshots, and checkpoints; of a model
+        of full attention alone, a checkpoint behind all that it has otherwise."""
         own = (_Place(n, path) for n, path in reversed(self.own.snapshots) if n <= self.own_tokens)
         return merge(own, self._checkpoints(), key=lambda place: place.n_tokens, reverse=True)
 
     def _checkpoints(self) -> Iterator["_Place"]:
-        """Those of the prompt's blocks, the last one first, if the K/V up to them may be there."""
-        n_there, most = self.n_blocks_there(), self.limit
-        if self.spec.full_layers:
-            most = min(most, max(self.own_tokens, n_there * BLOCK_TOKENS))
-        for index in reversed(range(min(n_there, most // BLOCK_TOKENS))):
+        """Those of the prompt's blocks, the last one first."""
+        n_there = self.n_blocks_there
+        most_else = 0 if self.spec.snapshot_layers else max(n_there * BLOCK_TOKENS, self.own_tokens)
+        for index in reversed(range(min(n_there, self.limit // BLOCK_TOKENS))):
             start, path = (index + 1) * BLOCK_TOKENS, checkpoint_beside(self._path(index))
+            if start + BLOCK_TOKENS <= most_else:
+                break
             if is_there(path):
                 ids = (read_place(path) or ("", ()))[1]
                 n_tokens = start + len(ids)
-                if n_tokens <= most and self.prompt.token_ids[start:n_tokens] == ids:
+                if most_else < n_tokens <= self.limit and self.prompt.token_ids[start:n_tokens] == ids:
                     yield _Place(n_tokens, path, self.prompt.addresses[index])
 
     def _path(self, index: int) -> Path:
@@ -239,11 +247,14 @@ class _Place:
     block: str | None = None
 
 
-def load_snapshot(path: Path, chain: BlockChain, spec: ModelCacheSpec) -> tuple[tuple[LayerState, ...], Fault | None]:
-    """The states of the window and recurrent layers after all tokens of `chain`; after a fault they hold anything."""
-    states = empty_states(spec, len(chain.token_ids))
-    targets = [bytes_of(array) for arrays in states for array in arrays]
-    return states, CachePiece.snapshot(spec, chain).load(path, targets)
+def load_snapshot(
+    path: Path, chain: BlockChain, spec: ModelCacheSpec
+) -> tuple[tuple[LayerKV, ...], tuple[LayerState, ...], Fault | None]:
+    """K/V of full attention behind the last full block of `chain`, and the states of the window and recurrent layers
+    after all of its tokens; after a fault they hold anything."""
+    layers, states = empty_layers(spec, len(chain.rest)), empty_states(spec, len(chain.token_ids))
+    targets = [bytes_of(array) for arrays in (*layers, *states) for array in arrays]
+    return layers, states, CachePiece.snapshot(spec, chain).load(path, targets)
 
 
 class _Target:
@@ -373,14 +384,15 @@ class PrefixLookup:
         addresses, has_snapshots = lookup.prompt.addresses, bool(lookup.model.spec.snapshot_layers)
         n_shared = self._shared.note(addresses) if lookup.agent is None or has_snapshots else 0
         restored = self._find(lookup, n_shared)
-        if not has_snapshots:
+        if not has_snapshots and not lookup.system_tokens:
             return restored
-        n_there = self._parts.blocks.n_there(lookup.prompt)
+        n_there = self._parts.blocks.n_there(lookup.prompt) if has_snapshots else 0
         places = checkpoint_places(
             lookup.model.spec,
             n_prompt=len(lookup.prompt.token_ids),
             n_restored=restored.prefix.n_tokens if restored.prefix else 0,
-            ends=(n_there * BLOCK_TOKENS, n_shared * BLOCK_TOKENS, lookup.system_tokens),
+            ends=(n_there * BLOCK_TOKENS, n_shared * BLOCK_TOKENS),
+            system_tokens=lookup.system_tokens,
         )
         return replace(restored, checkpoints_at=places)
 
@@ -395,7 +407,10 @@ class PrefixLookup:
                 n_saved = (restored.prefix.n_tokens + 1) // BLOCK_TOKENS if restored.prefix else 0
                 if n_saved:
                     self._notes.read(addresses[n_saved - 1])
-                return replace(restored, to_share=n_shared * BLOCK_TOKENS if n_shared > n_saved else 0)
+                # A system prompt that ends in the block behind them is shared as well.
+                n_tokens = lookup.system_tokens
+                to_share = n_tokens if n_tokens // BLOCK_TOKENS == n_shared else n_shared * BLOCK_TOKENS
+                return replace(restored, to_share=to_share if n_shared > n_saved else 0)
         own, other = self._own_blocks(lookup, agent)
         with self._budget.holds.using(agent.agent_id, addresses):
             in_ram = None if other else self._from_ram(lookup, own, None)
@@ -425,11 +440,11 @@ class PrefixLookup:
 
     def _most_on_disk(self, lookup: Lookup, own: AgentBlocks) -> int:
         """How many tokens of the prompt a lookup on disk may find."""
-        own_tokens = common_length(own.token_ids, lookup.prompt.token_ids[: lookup.limit])
+        on_disk = self._on_disk(lookup, own)
+        n_tokens = max((place.n_tokens for place in islice(on_disk.places(), 1)), default=0)
         if lookup.model.spec.snapshot_layers:
-            return max((place.n_tokens for place in islice(self._on_disk(lookup, own).places(), 1)), default=0)
-        n_blocks = self._parts.blocks.n_there(lookup.prompt)
-        return max(own_tokens, min(lookup.limit, n_blocks * BLOCK_TOKENS))
+            return n_tokens
+        return max(n_tokens, on_disk.own_tokens, min(lookup.limit, on_disk.n_blocks_there * BLOCK_TOKENS))
 
     def _from_disk(self, lookup: Lookup, own: AgentBlocks, other: str | None) -> Restored:
         """`other`: why the agent's own cache cannot be used."""
@@ -532,25 +547,30 @@ class PrefixLookup:
 
 def find_prefix(lookup: BlockLookup) -> FoundOnDisk:
     """The longest prefix on disk; with window or recurrent layers it ends at the last snapshot or checkpoint within the
-    prompt that is whole and whose K/V is there."""
-    spec, prompt = lookup.spec, lookup.prompt
-    if not spec.snapshot_layers:
-        return lookup.run()
-    faults: list[FaultyPiece] = []
-    blocks: FoundOnDisk | None = None
+    prompt that is whole and before which all blocks are."""
+    spec, faults = lookup.spec, list[FaultyPiece]()
+    blocks: SequenceCache | None = None
+    n_whole = 0
     for place in lookup.places():
-        n_tokens = place.n_tokens
-        if blocks is not None and blocks.cache.n_tokens < n_tokens:
+        n_tokens, n_before = place.n_tokens, place.n_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+        if blocks is not None and n_whole < n_before:
             continue
-        states, fault = load_snapshot(place.path, prompt.up_to(n_tokens), spec)
+        if lookup.before_each is not None:
+            lookup.before_each()
+        rest, states, fault = load_snapshot(place.path, lookup.prompt.up_to(n_tokens), spec)
         if fault is not None:
             faults.append(FaultyPiece(place.path, "checkpoint" if place.block else "snapshot", fault))
             continue
         if blocks is None:
-            none = FoundOnDisk(SequenceCache(n_tokens, ()))
-            blocks = replace(lookup, limit=n_tokens).run() if spec.full_layers else none
-            faults += blocks.faults
-        if blocks.cache.n_tokens >= n_tokens:
-            cache = replace(blocks.cache.up_to(n_tokens), snapshots=(Snapshot(n_tokens, states),))
-            return FoundOnDisk(cache, tuple(faults), place.block)
-    return FoundOnDisk(SequenceCache(0, ()), tuple(faults))
+            blocks, n_whole = SequenceCache(n_tokens, ()), n_before
+            if spec.full_layers:
+                blocks, n_whole, of_blocks = replace(lookup, limit=n_before).read(n_tokens)
+                faults += of_blocks
+        if n_whole >= n_before:
+            cache = blocks.up_to(n_tokens)
+            for (keys, values), (to_keys, to_values) in zip(rest, cache.layers, strict=True):
+                to_keys[:, n_before:], to_values[:, n_before:] = keys, values
+            snapshots = (Snapshot(n_tokens, states),) if states else ()
+            return FoundOnDisk(replace(cache, snapshots=snapshots), tuple(faults), place.block)
+    found = FoundOnDisk(SequenceCache(0, ())) if spec.snapshot_layers else lookup.run()
+    return replace(found, faults=(*faults, *found.faults))

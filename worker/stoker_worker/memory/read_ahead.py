@@ -18,10 +18,10 @@ from typing import Final, Self
 from stoker_worker.memory import cache_index, transcripts
 from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.memory.database import Connection, Damaged
-from stoker_worker.memory.lookup import AgentBlocks, BlockLookup, load_snapshot, n_readers
+from stoker_worker.memory.lookup import AgentBlocks, BlockLookup, find_prefix, load_snapshot, n_readers
 from stoker_worker.memory.ram_cache import RamCache, RamCacheEntry
 from stoker_worker.memory.store_parts import StoreParts
-from stoker_worker.ports import AgentVersion, CachedPrefix, LoadedModel, PrefixRoom, SequenceCache, Snapshot
+from stoker_worker.ports import AgentVersion, CachedPrefix, LoadedModel, PrefixRoom, Snapshot
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ModelCacheSpec
 
 
@@ -78,22 +78,21 @@ class WholeCache:
         chain = BlockChain(cache.model, cache.salt, own.token_ids)
         if not chain.has_fingerprint:
             return None
-        found = SequenceCache(cache.tokens, ())
-        if spec.full_layers:
-            lookup = BlockLookup(
-                chain, cache.tokens, spec, own, parts.blocks.path_of, n_readers, before_each, make_room
-            )
-            found = lookup.run().cache
-            if found.n_tokens < cache.tokens:
-                return None
+        n_tokens = cache.snapshots[-1] if spec.snapshot_layers else cache.tokens
+        found = find_prefix(
+            BlockLookup(chain, n_tokens, spec, own, parts.blocks.path_of, n_readers, before_each, make_room)
+        ).cache
+        if found.n_tokens < n_tokens:
+            return None
         snapshots = []
-        for n_tokens, path in own.snapshots:
+        for n_before, path in own.snapshots[:-1]:
             before_each()
-            states, fault = load_snapshot(path, chain.up_to(n_tokens), spec)
+            _, states, fault = load_snapshot(path, chain.up_to(n_before), spec)
             if fault is not None:
                 return None
-            snapshots.append(Snapshot(n_tokens, states))
-        return RamCacheEntry(agent.number, chain, replace(found, snapshots=tuple(snapshots)))
+            snapshots.append(Snapshot(n_before, states))
+        found = replace(found, snapshots=(*snapshots, *found.snapshots))
+        return RamCacheEntry(agent.number, chain.up_to(n_tokens), found)
 
 
 def _spec_of(connection: Connection, fingerprint: str, model: LoadedModel | None) -> ModelCacheSpec | None:

@@ -216,10 +216,9 @@ class SessionCaches:
             after = _after(path, n_before)
             if after is not None and prompt.token_ids[after[0] : after[0] + len(after[1])] == after[1]:
                 snapshots.append((after[0] + len(after[1]), path))
-        start, rest = _after(tail, n_before) or self._end_of_chain(connection, row, prompt.model, n_before)
+        last = next((after for path in (tail, *reversed(places)) if (after := _after(path, n_before))), None)
+        start, rest = last or self._end_of_chain(connection, row, prompt.model, n_before)
         token_ids = (*prompt.token_ids[:start], *rest)
-        if snapshots and snapshots[-1][0] > len(token_ids):  # a model without blocks
-            token_ids = prompt.token_ids[: snapshots[-1][0]]
         n_common = common_length(token_ids, prompt.token_ids)
         return KeptConversation(row, n_prompt, token_ids, tail, tuple(snapshots), n_common)
 

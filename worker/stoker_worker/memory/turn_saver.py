@@ -27,6 +27,7 @@ from stoker_worker.memory.blocks import (
     SavedBlocks,
     common_length,
     fits,
+    layout_of,
     state_fits,
 )
 from stoker_worker.memory.database import Connection
@@ -73,15 +74,17 @@ def cached_chain(turn: Turn) -> BlockChain | None:
 
 
 def own_pieces(chain: BlockChain, cache: SequenceCache, spec: ModelCacheSpec, places: Sequence[Path]) -> Pieces:
-    """A version's own files: tail and snapshots. `chain`: of the tokens that are cached. `places`: `PieceFolder.paths`
+    """A version's own files: tail or snapshots. `chain`: of the tokens that are cached. `places`: `PieceFolder.paths`
     of the version."""
     tail_path, *snapshot_paths = places
     pieces: dict[Path, Iterable[Chunk]] = {}
-    if chain.rest and spec.full_layers:
+    if chain.rest and not spec.snapshot_layers:
         tail = CachePiece("tail", chain.model, spec, chain.last, chain.rest)
         pieces[tail_path] = tail.encode(cache.layers, chain.n_blocks * BLOCK_TOKENS)
     for path, snapshot in zip(snapshot_paths, cache.snapshots, strict=False):
-        pieces[path] = CachePiece.snapshot(spec, chain.up_to(snapshot.n_tokens)).encode_states(snapshot.states)
+        before = chain.up_to(snapshot.n_tokens)
+        start = before.n_blocks * BLOCK_TOKENS
+        pieces[path] = CachePiece.snapshot(spec, before).encode(cache.layers, start, snapshot.states)
     return pieces
 
 
@@ -160,8 +163,8 @@ def _check(turn: Turn, cache: SequenceCache) -> None:
     if not are_snapshots(counts, cache.n_tokens) or (counts and not spec.snapshot_layers):
         raise ValueError(f"snapshots after {counts} tokens of {cache.n_tokens}: at most {MOST_SNAPSHOTS}, in order")
     places = [checkpoint.n_tokens for checkpoint in cache.checkpoints]
-    if any(n % BLOCK_TOKENS or not 0 < n <= cache.n_tokens for n in places) or (places and not spec.snapshot_layers):
-        raise ValueError(f"checkpoints after {places} tokens of {cache.n_tokens}: only at the ends of blocks")
+    if not all(BLOCK_TOKENS <= n <= cache.n_tokens for n in places):
+        raise ValueError(f"checkpoints after {places} tokens of {cache.n_tokens}: only behind full blocks")
     taken = (*cache.snapshots, *cache.checkpoints)
     if not all(state_fits(spec, snapshot.states, snapshot.n_tokens) for snapshot in taken):
         raise ValueError("the snapshot's arrays do not have the shapes and dtypes of the model's cache spec")
@@ -286,7 +289,7 @@ class TurnSaver:
         if cache is None or chain is None:
             return n_bytes
         taken = (*cache.snapshots, *cache.checkpoints)
-        snapshots = sum(spec.snapshot_bytes(snapshot.n_tokens) for snapshot in taken)
+        snapshots = sum(layout_of(spec, "snapshot", snapshot.n_tokens).n_bytes for snapshot in taken)
         n_new = cache.n_tokens - BLOCK_TOKENS * self._blocks.n_there(chain)
         return n_bytes + n_new * spec.bytes_per_token + snapshots
 

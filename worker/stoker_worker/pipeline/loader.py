@@ -168,7 +168,7 @@ class Loader(threading.Thread):
 
     def _restore(self, job: Job, model: LoadedModel, tokenizer: TokenizerPort) -> None:
         request, reusable = job.request, reusable_ids(job.request, job.prompt)
-        n_system = self._systems.n_tokens(request, job.prompt, tokenizer) if model.spec.snapshot_layers else 0
+        n_system = self._systems.n_tokens(request, job.prompt, tokenizer)
         began = time.perf_counter()
         job.restored = self._store.restore(
             reusable,

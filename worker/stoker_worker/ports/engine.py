@@ -157,7 +157,7 @@ class GenerationWork:
         shares: sequences of one value may use each other's caches; ``None``: with no other.
         guide: which tokens its answer may have, from the answer's beginning on; ``None``: any. The engine owns it.
         checkpoints_at: after how many tokens of the prompt, ascending, a cache that is handed back has a checkpoint;
-            those that lie within `prefix` are left out. Of no use to a model of full attention alone.
+            those that lie within `prefix` are left out.
     """
 
     request: GenerationRequest

@@ -103,8 +103,8 @@ class Transcript:
 class CachedPrefix:
     """The part of a transcript whose cache was saved: its first `tokens` tokens.
 
-    Their full blocks are in the shared block folder, the rest (`tokens` modulo the block size) is in the agent's tail,
-    and the state of window and recurrent layers is in its snapshots.
+    Their full blocks are in the shared block folder. The rest (`tokens` modulo the block size) is in the agent's tail,
+    or, with the states of window and recurrent layers, in its snapshots.
 
     Attributes:
         model: fingerprint of the model that made it.
@@ -155,8 +155,8 @@ class Restored:
     """The cached prefix of a prompt, or none and the reason.
 
     Attributes:
-        to_share: for a job without an agent: how many tokens, in full blocks, its prompt begins with that the prompt of
-            another such job began with too, if not all of them are on disk; else 0.
+        to_share: for a job without an agent: how many tokens its prompt begins with that the prompt of another such job
+            began with too, if not all of them are on disk; else 0.
         checkpoints_at: as in `GenerationWork`.
     """
 

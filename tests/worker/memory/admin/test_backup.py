@@ -71,7 +71,7 @@ def test_a_store_is_sound_after_the_restore_of_an_id_that_was_used_again(tmp_pat
     with closing(open_store(tmp_path / "store")) as store:
         assert problems_of(store) == []
         assert Agent(store, "used again", model).tokens() == ids(301)
-        assert Agent(store, "used again", model).cached((*ids(301), 1)) in (0, 256)
+        assert Agent(store, "used again", model).cached((*ids(301), 1)) in (0, 256, 300)
         assert Agent(store, "other", model).cached((*ids(310), 1)) == 310
 
 

@@ -37,7 +37,8 @@ from stoker_worker.ports.cache_spec import BLOCK_TOKENS, LayerKind
 _log = logging.getLogger(__name__)
 
 _MOST_ENDS: Final = 2
-"""As many checkpoints of an agent's that lie behind a block's end are listed: all of them would be one state a turn."""
+"""As many checkpoints of an agent's that lie behind a block's end are listed, and the first one, which may be that of
+its system prompt: all of them would be one state a turn."""
 
 CACHES: Final = "caches"
 BLOCKS: Final = "blocks"
@@ -125,7 +126,7 @@ class SharedCaches:
         blocks, pieces = self._files(version)
         checkpoints = [(path, check, read_place(path)) for path, check in self._checkpoints(version).items()]
         ends = [path for path, _, place in checkpoints if place is not None and place[1]]
-        blocks |= {path: check for path, check, place in checkpoints if place and path not in ends[:-_MOST_ENDS]}
+        blocks |= {path: check for path, check, place in checkpoints if place and path not in ends[1:-_MOST_ENDS]}
         names, key = [], key_of(agent_id).hex()
         before = _listed(self._bucket, agent_id)
         listed = {self._name_of(path) for path in blocks}.intersection(before)
@@ -201,8 +202,7 @@ class SharedCaches:
         """The places of all checkpoints that its cache may have, in the order of the chain."""
         if version.cache is None or version.transcript is None:
             return {}
-        layout = self._layout(version.cache.model)
-        if layout is None or not any(kind in layout for kind in (LayerKind.WINDOW, LayerKind.RECURRENT)):
+        if not _has_snapshots(self._layout(version.cache.model)):
             return {}
         chain = chain_of(version.cache, version.transcript.token_ids)
         paths = zip(chain.addresses, chain.paths(self._parts.blocks.path_of), strict=True)
@@ -221,7 +221,7 @@ class SharedCaches:
             return {}, {}
         layout = self._layout(version.cache.model)
         has_blocks = layout is None or LayerKind.FULL in layout
-        has_tail = has_blocks and version.cache.tokens % BLOCK_TOKENS != 0
+        has_tail = not _has_snapshots(layout) and version.cache.tokens % BLOCK_TOKENS != 0
         chain = chain_of(version.cache, version.transcript.token_ids)
         addresses = zip(chain.addresses, chain.paths(self._parts.blocks.path_of), strict=True)
         blocks: _Checks = {path: partial(check_block, model=chain.model, address=x) for x, path in addresses}
@@ -297,6 +297,10 @@ class SharedCaches:
 
     def _name_of(self, path: Path) -> str:
         return path.relative_to(self._parts.path).as_posix()
+
+
+def _has_snapshots(layout: str | None) -> bool:
+    return any(kind in (layout or "") for kind in (LayerKind.WINDOW, LayerKind.RECURRENT))
 
 
 def remove_caches(bucket: Bucket, agent_id: str) -> None:
