@@ -247,8 +247,6 @@ def _version(package: str) -> str:
         return "none"
 
 
-_log = logging.getLogger(__name__)
-
 HOST: Final = "127.0.0.1"
 _PLAIN: Final = "text/plain; charset=utf-8"
 
