@@ -139,7 +139,7 @@ class InMemoryQueue(QueuePort):
 
     def _claim(self, limit: int, busy: Busy) -> "list[InMemoryJob]":
         running = self._in_flight.snapshot()
-        if not self.is_held or any(job.attempt > 1 for job in running):
+        if not self.is_held or any(job.is_quarantined for job in running):
             return []
         claimed: list[InMemoryJob] = []
         for job_id in sorted(self.waiting, key=self._is_passed):
@@ -147,7 +147,7 @@ class InMemoryQueue(QueuePort):
                 break
             job = self._job(self.entries[job_id])
             use = job.memory_use
-            alone = job.attempt > 1
+            alone = job.is_quarantined
             if busy.bars(use) or (alone and (running or claimed)):
                 busy = busy.beside([use])  # no later job of this agent passes it
                 continue

@@ -1,4 +1,4 @@
-"""A job in flight at a worker loss then runs alone, soon, whatever other queues do; only losses while it runs alone
+"""A job in flight at two worker losses then runs alone, soon, whatever other queues do; only losses while it runs alone
 count against it."""
 
 from contextlib import ExitStack
@@ -62,8 +62,21 @@ def counted(connection, job_id):
     return [int(field or 0) for field in connection.hmget(f"rq:job:{job_id}", FIELD_ATTEMPTS, FIELD_LOST_ALONE)]
 
 
-def test_after_a_crash_the_quarantined_jobs_of_every_queue_run_first_one_after_another(producer, opened):
+def test_after_a_first_crash_jobs_run_beside_others_as_before(producer, opened):
     lost = submit(producer, "a", "b")
+    queue = lose(opened, n_jobs=2)
+    new = submit(producer, "c")
+    running = claim(queue)
+    assert ids(running) == [*lost, *new]
+    assert [job.attempt for job in running] == [2, 2, 1]
+    assert ids(claim(queue, running=running)) == []
+    more = submit(producer, "d")
+    assert ids(claim(queue, running=running)) == more
+
+
+def test_after_a_second_crash_the_quarantined_jobs_of_every_queue_run_first_one_after_another(producer, opened):
+    lost = submit(producer, "a", "b")
+    lose(opened, n_jobs=2)
     queue = lose(opened, n_jobs=2)
     urgent = submit(producer, "u", "v", queue="high")
     for quarantined in lost:
@@ -91,7 +104,7 @@ def test_a_quarantined_job_runs_alone_soon_though_a_higher_queue_never_runs_empt
     submit(producer, "u0", queue="high")
     running = claim(queue)
     quarantined, *beside = submit(producer, "a", "b", "c", "d")
-    connection.hset(f"rq:job:{quarantined}", FIELD_ATTEMPTS, 1)
+    connection.hset(f"rq:job:{quarantined}", FIELD_ATTEMPTS, 2)
 
     monkeypatch.setattr(WAIT, 3600)
     for n in range(1, 4):  # while it waits, other jobs with room go on
@@ -119,7 +132,7 @@ def test_the_waiting_time_of_a_quarantined_job_starts_when_it_is_first_read(conn
     running = claim(queue)
     for n in (1, 2):
         (quarantined,) = submit(producer, f"a{n}")
-        connection.hset(f"rq:job:{quarantined}", FIELD_ATTEMPTS, 1)
+        connection.hset(f"rq:job:{quarantined}", FIELD_ATTEMPTS, 2)
         assert queue._claim_order._quarantined_since is None
         assert claim(queue, running=running) == claim(queue, running=running) == []
         assert queue._claim_order._quarantined_since is not None
@@ -136,7 +149,7 @@ def test_no_job_waits_for_a_quarantined_job_that_was_canceled_meanwhile(connecti
     submit(producer, "u0", queue="high")
     running = claim(queue)
     quarantined, other = submit(producer, "a", "b")
-    connection.hset(f"rq:job:{quarantined}", FIELD_ATTEMPTS, 1)
+    connection.hset(f"rq:job:{quarantined}", FIELD_ATTEMPTS, 2)
     assert ids(claim(queue, running=running)) == [other]
     Job.fetch(quarantined, connection, JSONSerializer).cancel()
     monkeypatch.setattr(WAIT, 0)
@@ -150,7 +163,7 @@ def test_the_jobs_of_a_quarantined_jobs_agent_stay_in_order(connection, producer
     submit(producer, "u", queue="high")
     running = claim(queue)
     quarantined, second, other = submit(producer, "a", "a", "b")
-    connection.hset(f"rq:job:{quarantined}", FIELD_ATTEMPTS, 1)
+    connection.hset(f"rq:job:{quarantined}", FIELD_ATTEMPTS, 2)
     running += claim(queue, running=running)
     assert ids(running[1:]) == [other]
     for job in running:
@@ -167,21 +180,22 @@ def test_a_job_found_quarantined_at_its_start_beside_others_goes_back_and_waits(
     running = claim(queue)
     (quarantined,) = submit(producer, "a")
     queue.claim(0, Busy())  # the job is read
-    connection.hset(f"rq:job:{quarantined}", FIELD_ATTEMPTS, 1)
+    connection.hset(f"rq:job:{quarantined}", FIELD_ATTEMPTS, 2)
     assert claim(queue, running=running) == []
     assert claim(queue, running=running) == []
     finish(running[0], {})
     assert ids(claim(queue)) == [quarantined]
-    assert counted(connection, quarantined) == [1, 0]
+    assert counted(connection, quarantined) == [2, 0]
 
 
-def test_the_first_loss_counts_against_a_job_only_if_it_ran_alone(connection, producer, opened):
+def test_the_first_losses_count_against_a_job_only_if_it_ran_alone(connection, producer, opened):
     first, second, alone = submit(producer, "a", "b", "c")
-    queue = lose(opened, n_jobs=2)
-    assert [counted(connection, job_id) for job_id in (first, second)] == [[1, 0], [1, 0]]
+    for n in (1, 2):
+        queue = lose(opened, n_jobs=2)
+        assert [counted(connection, job_id) for job_id in (first, second)] == [[n, 0], [n, 0]]
     for job_id in (first, second):
         (job,) = claim(queue)
-        assert (job.job_id, job.attempt, job.losses_alone) == (job_id, 2, 0)
+        assert (job.job_id, job.attempt, job.losses_alone) == (job_id, 3, 0)
         finish(job, {})
     (job,) = claim(queue)
     opened().recover()
@@ -220,22 +234,24 @@ def test_jobs_of_two_queues_count_as_running_together(connection, producer, open
 def test_every_later_loss_counts_and_an_end_resets_the_count(connection, producer, opened):
     job_id, _ = submit(producer, "a", "b")
     lose(opened, n_jobs=2)
+    lose(opened, n_jobs=2)
     for n in (1, 2):
         queue = lose(opened, n_jobs=1)
-        assert counted(connection, job_id) == [1 + n, n]
+        assert counted(connection, job_id) == [2 + n, n]
     (job,) = claim(queue)
-    assert (job.job_id, job.attempt, job.losses_alone) == (job_id, 4, 2)
+    assert (job.job_id, job.attempt, job.losses_alone) == (job_id, 5, 2)
     finish(job, {})
     assert counted(connection, job_id) == [0, 0]
 
 
 def test_a_later_loss_counts_also_if_the_execution_is_gone(connection, producer, opened):
     job_id, _ = submit(producer, "a", "b")
+    lose(opened, n_jobs=2)
     queue = lose(opened, n_jobs=2)
     assert len(claim(queue)) == 1
     connection.delete(*connection.scan_iter(f"rq:execution:{job_id}:*"))
     opened().recover()
-    assert counted(connection, job_id) == [2, 1]
+    assert counted(connection, job_id) == [3, 1]
 
 
 def test_a_recovery_whose_reply_is_lost_counts_no_job_as_alone_that_was_not(connection, producer, opened, monkeypatch):

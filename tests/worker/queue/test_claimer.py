@@ -149,24 +149,24 @@ def test_an_unreadable_job_is_claimed_so_that_it_can_be_refused_and_what_is_no_j
 
 
 def test_a_quarantined_job_is_claimed_alone_and_jobs_of_other_agents_pass_it(connection, claimer, submit):
-    first, lost_once, same_agent, behind = submit("a", "b", "b", "c")
-    connection.hset(f"rq:job:{lost_once}", FIELD_ATTEMPTS, 1)
+    first, lost_twice, same_agent, behind = submit("a", "b", "b", "c")
+    connection.hset(f"rq:job:{lost_twice}", FIELD_ATTEMPTS, 2)
     assert claim(claimer) == [first, behind]
-    assert claimer.next_quarantined(Busy()) == lost_once
-    assert ids_of(claimer.claim_quarantined(Busy())) == [lost_once]
+    assert claimer.next_quarantined(Busy()) == lost_twice
+    assert ids_of(claimer.claim_quarantined(Busy())) == [lost_twice]
     assert claimer.next_quarantined(Busy()) is None
     assert claim(claimer) == [same_agent]
 
 
 def test_a_quarantined_job_that_was_removed_is_not_claimed(connection, claimer, submit):
-    gone, lost_once = submit("a", "b")
-    for job_id in (gone, lost_once):
-        connection.hset(f"rq:job:{job_id}", FIELD_ATTEMPTS, 1)
+    gone, lost_twice = submit("a", "b")
+    for job_id in (gone, lost_twice):
+        connection.hset(f"rq:job:{job_id}", FIELD_ATTEMPTS, 2)
     assert claim(claimer) == []
     connection.lrem("rq:queue:generate", 1, gone)
     with held_by_somebody_else(connection):
         assert claimer.claim_quarantined(Busy()) == []
-    assert ids_of(claimer.claim_quarantined(Busy())) == [lost_once]
+    assert ids_of(claimer.claim_quarantined(Busy())) == [lost_twice]
     assert ids_of(claimer.claim_quarantined(Busy())) == []
 
 
@@ -249,7 +249,7 @@ def test_many_canceled_jobs_in_the_middle_do_not_hold_up_the_rest(connection, cl
 def test_a_job_quarantined_after_it_was_read_is_read_again(connection, claimer, submit):
     first, second = submit("a", "b")
     assert claim(claimer, limit=1) == [first]
-    connection.hset(f"rq:job:{first}", FIELD_ATTEMPTS, 1)
+    connection.hset(f"rq:job:{first}", FIELD_ATTEMPTS, 2)
     connection.hset(f"rq:job:{first}", "status", "queued")
     connection.lpush("rq:queue:generate", first)
     assert claim(claimer) == [second]

@@ -131,11 +131,7 @@ def test_a_lost_workers_jobs_are_put_back_in_their_order_and_counted(redis_url, 
     with open_queue(read_settings({"redis_url": redis_url}), redis_url) as alive:
         assert alive.rq_queue.recover() == 2
         assert [job_id.decode() for job_id in connection.lrange("rq:queue:generate", 0, -1)] == ids
-        for job_id, attempt in zip(ids, (2, 2, 1), strict=True):  # jobs that were in flight run alone now
-            (job,) = claim(alive.rq_queue)
-            assert (job.job_id, job.attempt) == (job_id, attempt)
-            assert claim(alive.rq_queue) == []
-            finish(job, {})
+        assert [(job.job_id, job.attempt) for job in claim(alive.rq_queue)] == list(zip(ids, (2, 2, 1), strict=True))
         assert connection.smembers("rq:workers:generate") == {f"rq:worker:{alive.registration.name}".encode()}
 
 
@@ -191,8 +187,9 @@ def test_a_claim_that_does_not_look_does_not_know_all_that_waits(connection, pro
         suspend(connection)
     else:
         submit(producer, "lost")
-        give_back(claim(queue), counts_as_attempt=True)
-        assert [job.attempt for job in claim(queue)] == [2]
+        for _ in range(2):
+            give_back(claim(queue), counts_as_attempt=True)
+        assert [job.attempt for job in claim(queue)] == [3]
     submit(producer, "waits")
     assert claim(queue) == []
     assert not queue.knows_all()

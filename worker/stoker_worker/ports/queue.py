@@ -124,7 +124,7 @@ class ClaimedJob(Protocol):
     `RedisUnavailable`, and each raises it.
 
     Attributes:
-        attempt: 1, or more after a worker died with this job in flight.
+        attempt: 1, and 1 more for each worker that died with this job in flight.
         losses_alone: how many of these workers ran nothing else.
         enqueued_at, claimed_at: Unix time in seconds.
         claim_number: grows with each job that this process claims, whatever the clock does: jobs are given back in
@@ -154,6 +154,11 @@ class ClaimedJob(Protocol):
 
     @property
     def lives_s(self) -> float: ...
+
+    @property
+    def is_quarantined(self) -> bool:
+        """It was in flight in two workers that died, so it runs alone from now on."""
+        return self.attempt > 2
 
     @property
     def memory_use(self) -> MemoryUse:

@@ -111,8 +111,8 @@ class Granted(NamedTuple):
 class Claimer:
     """The waiting jobs of one queue.
 
-    A job that was in flight when its worker was lost is quarantined. It is claimed alone, so that a job which kills its
-    workers takes no other jobs down with it a second time.
+    A job that was in flight in two lost workers is quarantined. It is claimed alone, so that a job which kills its
+    workers takes no other jobs down with it a third time.
     """
 
     def __init__(
@@ -499,12 +499,11 @@ class ClaimOrder:
     def _start(self, name: str, granted: Granted, busy: Busy, claimed: list[RqClaimedJob]) -> None:
         if (job := self._job_start.start(name, granted)) is None:
             return
-        is_quarantined = job.attempt > 1
         beside = busy.beside(other.memory_use for other in claimed)
         is_misread = job.memory_use != granted.use
-        if is_misread or beside.bars(job.memory_use) or (is_quarantined and self._in_flight):
+        if is_misread or beside.bars(job.memory_use) or (job.is_quarantined and self._in_flight):
             # The job has changed since it was read, or its producer's note is wrong. It waits until it may run.
-            self.claimers[name].view.correct(job.job_id, job.memory_use, quarantined=is_quarantined)
+            self.claimers[name].view.correct(job.job_id, job.memory_use, quarantined=job.is_quarantined)
             job.give_back(counts_as_attempt=False)
         else:
             self._in_flight.add(job)

@@ -101,7 +101,7 @@ class RqQueue(QueuePort):
         self._claim_order.has_unread = self._claim_order.knows_all = False
         self._members.look_if_due()
         self._announce()
-        if any(job.attempt > 1 for job in self._in_flight.snapshot()):
+        if any(job.is_quarantined for job in self._in_flight.snapshot()):
             return []
         if self._in_doubt:  # the jobs that the last claim left have to be back in the queue first, or order is lost
             if not self._lease.is_ours():

@@ -20,7 +20,7 @@ local function read(ids)
     end
     notes[n] = note
     local count = fields[2] -- as in `as_count`
-    if count and #count < 10 and string.find(count, '^%d+$') and tonumber(count) > 0 then
+    if count and #count < 10 and string.find(count, '^%d+$') and tonumber(count) > 1 then
       quarantined[#quarantined + 1] = n
     end
   end

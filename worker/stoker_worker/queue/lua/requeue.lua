@@ -1,7 +1,7 @@
 -- After delivery.lua. Puts a job back at the front of its queue. A worker that lost its lease writes nothing: its jobs
 -- are the new holder's to put back. Nothing is written either unless the id is still in the list in which RQ's dequeue
 -- has left it, or in the registry of started jobs. So the script may run twice, or after somebody else finished,
--- canceled or deleted the job, and changes nothing then. Every loss but the first counts as a loss alone, because a
+-- canceled or deleted the job, and changes nothing then. From the third on, every loss counts as a loss alone, because a
 -- quarantined job runs alone.
 if redis.call('GET', KEYS[8]) ~= ARGV[5] then return 'ended' end
 local queue, left_in, job, execution, wip, of_job, of_worker = unpack(KEYS, 1, 7)
@@ -33,7 +33,7 @@ local function count(field)
   redis.call('HSET', job, field, n)
   return n
 end
-if runs and started and counts == '1' and (count(losses) > 1 or alone == '1') then count(losses_alone) end
+if runs and started and counts == '1' and (count(losses) > 2 or alone == '1') then count(losses_alone) end
 if started then
   redis.call('ZREM', wip, member)
   redis.call('DEL', execution)
