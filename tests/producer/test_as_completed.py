@@ -1,11 +1,20 @@
 """Waits for many results: each end is found, in order, with few commands."""
 
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+from tests.producer.played_worker import PlayedWorker, end
+from tests.support.lossy_proxy import LossyProxy
 
 import stoker.operations
 import stoker.producer
 import stoker.waiting
-from stoker import JobCanceled, JobFailed, JobNotFound, ResultTimeout
+from stoker import JobCanceled, JobFailed, JobNotFound, Producer, ResultTimeout
 
 REQUEST = {"agent_id": "a", "prompt": "x"}
 
@@ -83,3 +92,119 @@ def test_a_time_limit_of_nothing_looks_at_every_job_once(producer, worker):
     for ticket in producer.as_completed(tickets[::50], timeout_s=0):
         seen.append(ticket)
     assert set(seen) == set(tickets[::50])
+
+
+@pytest.mark.parametrize("count", [3, 40], ids=["few", "many"])
+@pytest.mark.parametrize("fresh", [True, False], ids=["fresh tickets", "tickets by id"])
+@pytest.mark.slow
+def test_ends_that_write_no_entry_are_found(producer, worker, connection, count, fresh, monkeypatch):
+    monkeypatch.setattr(stoker.waiting, "_CHECK_EVERY_S", (0.01, 0.02))
+    monkeypatch.setattr(stoker.waiting, "_CHECK_FEW_S", 0.01)
+    monkeypatch.setattr("stoker.waiting.random.choice", lambda jobs: jobs[-1])  # the random check must not find it
+    tickets = submitted(producer, count)
+    if not fresh:
+        tickets = [producer.ticket(ticket.job_id) for ticket in tickets]
+    coming = producer.as_completed(tickets, timeout_s=20)
+    worker.finish(tickets[0].job_id)
+    assert next(coming) is tickets[0]  # now the wait includes all of them
+    tickets[1].cancel()
+    connection.delete(f"rq:job:{tickets[2].job_id}")
+    assert {next(coming), next(coming)} == {tickets[1], tickets[2]}
+    with pytest.raises(JobCanceled):
+        tickets[1].result()
+    with pytest.raises(JobNotFound):
+        tickets[2].result()
+
+
+def test_a_result_whose_entry_was_lost_is_found_eventually(producer, worker, connection, monkeypatch):
+    monkeypatch.setattr(stoker.waiting, "_CHECK_EVERY_S", (0.001, 0.001))
+    monkeypatch.setattr(stoker.producer, "blocking_slice_s", lambda connection: 0.01)
+    tickets = submitted(producer, 20)
+    coming = producer.as_completed(tickets, timeout_s=60)
+    worker.finish(tickets[0].job_id)
+    next(coming)
+    connection.hset(f"rq:job:{tickets[7].job_id}", "status", "failed")
+    assert next(coming) is tickets[7]
+
+
+def test_of_more_jobs_than_are_blocked_on_those_that_end_out_of_order_are_found(producer, worker, monkeypatch):
+    monkeypatch.setattr(stoker.waiting, "_BLOCKED_ON", 5)
+    monkeypatch.setattr(stoker.waiting, "_BESIDE", 7)
+    monkeypatch.setattr(stoker.waiting, "_FIRST_LOOK", 10)
+    monkeypatch.setattr(stoker.waiting, "_SLICE_BESIDE_S", 0.001)
+    tickets = submitted(producer, 60)
+    coming = producer.as_completed(tickets, timeout_s=60)
+    order = random.Random(3).sample(tickets, 60)
+    for ticket in order:
+        worker.finish(ticket.job_id)
+        assert next(coming) is ticket
+    assert next(coming, None) is None
+
+
+# --- on a real server ---
+
+
+def commands_but(server, *ours):
+    stats = server.info("commandstats")
+    return sum(found["calls"] for name, found in stats.items() if name.removeprefix("cmdstat_") not in ours)
+
+
+@pytest.mark.slow
+@pytest.mark.server
+@pytest.mark.parametrize("fresh", [True, False], ids=["fresh tickets", "tickets by id"])
+def test_a_thousand_results_cost_at_most_three_thousand_commands(redis_url, server, fresh, monkeypatch):
+    """Each job ends alone, after the one before was seen: the most expensive case."""
+    monkeypatch.setattr(stoker.waiting, "_GATHER_S_PER_JOB", 0)
+    with Producer(redis_url) as producer:
+        tickets = submitted(producer, 1000)
+        if not fresh:
+            tickets = [producer.ticket(ticket.job_id) for ticket in tickets]
+        seen, order = threading.Semaphore(1), random.Random(1).sample(tickets, 1000)
+        ours = ("hset", "xadd", "info", "multi", "exec")
+        before = commands_but(server, *ours)
+
+        def play():
+            for ticket in order:
+                assert seen.acquire(timeout=20)
+                end(server, ticket.job_id, ticket.job_id)
+
+        with ThreadPoolExecutor(1) as pool:
+            playing = pool.submit(play)
+            for ticket in producer.as_completed(tickets, timeout_s=120):
+                assert ticket.result().text == ticket.job_id
+                seen.release()
+            playing.result()
+        assert commands_but(server, *ours) - before <= 3000
+
+
+@pytest.mark.server
+def test_a_thousand_results_that_are_there_already_cost_little_more_than_one_command_each(redis_url, server):
+    with Producer(redis_url) as producer:
+        tickets = submitted(producer, 1000)
+        for ticket in tickets:
+            end(server, ticket.job_id, ticket.job_id)
+        before = commands_but(server, "info")
+        assert [result.text for result in producer.results(tickets)] == [ticket.job_id for ticket in tickets]
+        assert commands_but(server, "info") - before < 1100
+
+
+@pytest.mark.slow
+@pytest.mark.server
+def test_lost_connections_lose_no_end(redis_url, server):
+    with LossyProxy(int(redis_url.rsplit(":", 1)[1])) as proxy:
+        counter = iter(range(10**9))
+        with Redis.from_url(proxy.url, retry=Retry(NoBackoff(), 0)) as connection:
+            producer = Producer(connection)
+            tickets = submitted(producer, 200)
+            PlayedWorker(server).finish(tickets[0].job_id)
+            coming = producer.as_completed(tickets, timeout_s=60)
+            found = [next(coming)]
+            proxy.lose(lambda exchange: exchange.names[0] in {"XREAD", "HMGET"} and next(counter) % 2 == 1, times=10)
+            for n, ticket in enumerate(tickets[1:]):
+                PlayedWorker(server).fail(ticket.job_id, "E: x") if n % 2 else end(server, ticket.job_id)
+                if n % 4 == 3:
+                    found += [next(coming) for _ in range(4)]
+            found += list(coming)
+        assert len(proxy.lost) == 10
+        assert len(found) == 200
+        assert set(found) == set(tickets)

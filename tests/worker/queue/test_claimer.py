@@ -27,7 +27,7 @@ def make_claimer(connection):
         connection,
         "generate",
         lease,
-        Placement([], worker_name="stoker-me-00000000"),
+        Placement(connection, [], worker_name="stoker-me-00000000"),
         registration(connection),
         is_at_hand=NO_STORE.is_at_hand,
     )

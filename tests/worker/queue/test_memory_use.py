@@ -45,7 +45,7 @@ def claim(connection, lease):
         connection,
         "generate",
         lease,
-        Placement([], worker_name="stoker-me-00000000"),
+        Placement(connection, [], worker_name="stoker-me-00000000"),
         members.registration(connection),
         is_at_hand=NO_STORE.is_at_hand,
     )
@@ -94,7 +94,7 @@ def test_stored_memory_use_of_an_unknown_form_is_ignored(connection, producer, l
             connection,
             "generate",
             lease,
-            Placement([], worker_name="stoker-me-00000000"),
+            Placement(connection, [], worker_name="stoker-me-00000000"),
             members.registration(connection),
             is_at_hand=NO_STORE.is_at_hand,
         )

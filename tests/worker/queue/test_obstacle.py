@@ -83,7 +83,7 @@ def refused(lease, error=QueueHeld, **how):
 def test_a_second_worker_without_a_shared_store_is_refused_by_name_with_the_ways_on(join, worker):
     join("a")
     assert refused(worker("b")).startswith(
-        f"queue 'q' is served by worker 'a' {WHERE} (no shared store), and this worker has no shared store: the "
+        f"queue 'q' is served by worker stoker-a {WHERE} (no shared store), and this worker has no shared store: all "
         "workers of a queue need one shared store and one model (--shared-store, --model). Or start this one with "
         "--standby, or give it another queue (--queues); if that worker is gone, its lease runs out in "
     )
@@ -92,7 +92,7 @@ def test_a_second_worker_without_a_shared_store_is_refused_by_name_with_the_ways
 
 def test_a_worker_that_is_refused_at_one_of_its_queues_gets_none_of_them(connection, join, worker):
     join("a", "q")
-    assert "queue 'q' is served by worker 'a'" in refused(worker("b", ["p", "q"]))
+    assert "queue 'q' is served by worker stoker-a" in refused(worker("b", ["p", "q"]))
     assert not connection.exists(SERVED_KEY.format(queue="p"), STORE_KEY.format(queue="p"))
     assert connection.hkeys(MEMBERS_KEY) == [b"a"]
     join("b", "p")
@@ -127,7 +127,7 @@ def test_workers_that_may_not_share_a_queue_are_refused_with_the_difference(join
     one = join("a", **first)
     two = worker("b", store="two", new_store=True, **second)
     message = refused(two)
-    assert f"queue 'q' is served by worker 'a' {WHERE} ({theirs}), and this worker has {ours}" in message
+    assert f"queue 'q' is served by worker stoker-a {WHERE} ({theirs}), and this worker has {ours}" in message
     one.leave()
     two.acquire()
     assert two.renew()
@@ -145,7 +145,7 @@ def test_a_crashed_worker_of_this_host_is_passed_over_at_once(connection, join, 
 def test_a_queue_of_which_one_worker_crashed_is_still_served_by_the_others(join, worker, crash):
     crash(join("a", shared="s1", model="m"))
     join("b", store="two", shared="s1", model="m")
-    assert "served by worker 'b'" in refused(worker("c", store="three", shared="s1", model="n"))
+    assert "served by worker stoker-b" in refused(worker("c", store="three", shared="s1", model="n"))
 
 
 @pytest.mark.parametrize("elsewhere", [{"host": "elsewhere"}, {"boot": "another"}, {"pids": "pid:[1]"}])
@@ -208,7 +208,7 @@ def test_a_standby_takes_the_queue_when_its_worker_leaves_or_dies(join, worker, 
     thread = stand_by(second)
     thread.join(0.3)
     assert thread.is_alive()
-    assert caplog.text.count("standing by: queue 'q' is served by worker 'a'") == 1
+    assert caplog.text.count("standing by: queue 'q' is served by worker stoker-a") == 1
     first.leave() if end == "leaves" else crash(first)
     thread.join(30)
     assert second.renew()
@@ -218,7 +218,7 @@ def test_a_standby_takes_the_queue_when_its_worker_leaves_or_dies(join, worker, 
 def test_a_standby_is_told_at_once_that_it_could_never_take_over(join, worker):
     join("a")
     assert "--standby" in refused(worker("b", store="two"))
-    assert "have their conversations in the store 'one'" in refused(worker("b", store="two"), StoreUnusable, waits=True)
+    assert "have their conversations in 'store one'" in refused(worker("b", store="two"), StoreUnusable, waits=True)
 
 
 # --- which store ---
@@ -227,8 +227,8 @@ def test_a_standby_is_told_at_once_that_it_could_never_take_over(join, worker):
 def test_a_worker_with_another_store_is_refused_after_the_first_has_left(connection, join, worker):
     join("a").leave()
     assert refused(worker("b", store="two"), StoreUnusable) == (
-        "the agents of queue 'q' have their conversations in the store 'one', and this worker has the store 'two': "
-        "start the worker of that one instead (`stoker-worker memory share` makes a store shared), or give this one "
+        "the agents of queue 'q' have their conversations in 'store one', and this worker has 'store two': "
+        "start the worker of that store instead (`stoker-worker memory share` makes a store shared), or give this one "
         "another queue (--queues), or start it with --new-store, and these agents begin anew"
     )
     join("b").leave()  # the same store under another name
@@ -256,13 +256,13 @@ def test_a_store_without_a_conversation_keeps_no_other_store_out(connection, joi
 def test_a_store_that_was_shared_is_accepted_and_from_then_on_the_shared_one_is_asked_for(connection, join, worker):
     join("a").leave()
     message = refused(worker("b", store="two", shared="s1"), StoreUnusable)
-    assert "in the store 'one', and this worker has the shared store 's1': start" in message
+    assert "in 'store one', and this worker has 'shared s1': start" in message
     first = join("a", shared="s1")
     assert kept(connection) == "shared s1"
     join("b", store="two", shared="s1").leave()
     first.leave()
     for one in (worker("a"), worker("a", shared="s2")):
-        assert "in the shared store 's1', and this worker has" in refused(one, StoreUnusable)
+        assert "in 'shared s1', and this worker has" in refused(one, StoreUnusable)
 
 
 def test_the_settings_and_the_store_of_a_worker_decide(connection, redis_url):
@@ -297,7 +297,7 @@ def test_after_a_flush_the_worker_that_comes_first_goes_on_and_the_other_one_end
     connection.flushall()
     second.acquire()
     assert not first.renew()
-    assert f"queue 'q' is served by worker 'b' {WHERE}" in caplog.text
+    assert f"queue 'q' is served by worker stoker-b {WHERE}" in caplog.text
     assert not first.is_ours()
     assert second.renew()
     assert connection.hkeys(MEMBERS_KEY) == [b"b"]

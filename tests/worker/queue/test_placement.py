@@ -145,26 +145,21 @@ def test_after_a_flush_the_agents_next_job_goes_to_anybody(connection, join, sub
     assert not lost.is_ours()
 
 
-def test_what_is_over_is_removed_and_what_is_in_flight_or_waits_stays(connection, join, submit):
+def test_what_is_over_is_removed_and_what_is_in_flight_or_waits_stays(connection, join, submit, monkeypatch):
+    monkeypatch.setattr("stoker_worker.placement.placement._MOST_LAST", 3)
     a = join("a")
-    submit("finished", "failed", "back", "running")
+    submit("finished", "failed", "back", "running", "canceled")
     jobs = {job.request.agent_id: job for job in claim(a)}
     finish(jobs["finished"], turn(1))
     fail(jobs["failed"], ValueError("x"), may_retry=False)
     give_back([jobs["back"]], counts_as_attempt=False)
+    connection.hset(f"rq:job:{jobs['canceled'].job_id}", "status", "canceled")
+    assert set(connection.hkeys(HELD)) == {b"back", b"running", b"canceled"}
+    connection.hset(LAST, mapping={f"agent {n}": "stoker-b-00000000 1" for n in range(5010)})
+    a._housekeeping._clean.make_due()
+    a.tidy()
     assert set(connection.hkeys(HELD)) == {b"back", b"running"}
-
-
-def test_of_too_many_agents_some_are_forgotten(connection, join, submit, monkeypatch):
-    """As many as jobs that were canceled, or readers, leave behind."""
-    monkeypatch.setattr("stoker_worker.queue.claim.MOST_AGENTS", 1000)
-    a = join("a")
-    for key in (HELD, LAST):
-        connection.hset(key, mapping={f"agent {n}": "stoker-b-00000000 1" for n in range(1050)})
-    submit("x")
-    assert len(claim(a)) == 1
-    assert 950 <= connection.hlen(HELD) <= 951
-    assert connection.hlen(LAST) == 950
+    assert connection.hlen(LAST) == 11
 
 
 def test_a_worker_without_a_shared_store_writes_neither_hash(connection, join, submit):

@@ -631,7 +631,7 @@ def delivery_key(agent_id: str, delivery: Delivery) -> bytes:
         delivery.created_at,
         None,
         delivery.request,
-    ]  # `None`: the format has a place more
+    ]  # `None`: the format has one more place
     return hashlib.sha256(json.dumps(parts).encode()).digest()
 
 

@@ -57,13 +57,6 @@ local function hold(keys, queue, member, agent, mode, id)
   end
 end
 
--- Any entries may go. Those of jobs that were canceled or put back, and of readers, stay until then.
-local function bound(keys, most)
-  for _, key in ipairs(keys) do
-    if redis.call('HLEN', key) > most then redis.call('HDEL', key, unpack(redis.call('HRANDFIELD', key, 100))) end
-  end
-end
-
 -- The worker that made the agent's newest version, and the version's number; nothing if none is known. `keys` are the
 -- `last` hashes of a worker's queues.
 local function last_of(keys, agent)

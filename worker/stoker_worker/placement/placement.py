@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any, Final, NamedTuple, Self
 
+from redis import Redis
 from redis.client import Pipeline
 
 from stoker_shared.agents import AgentRequest
@@ -17,8 +18,8 @@ from stoker_shared.request import GenerationRequest
 from stoker_shared.wire import HELD_KEY, LAST_KEY
 
 FRAGMENT: Final = (files(__package__) / "placement.lua").read_text(encoding="utf-8")
-MOST_AGENTS: Final = 2**18
-"""Entries of about 100 bytes in each hash; of more, any are removed."""
+_SWEEP: Final = FRAGMENT + (files(__package__) / "sweep.lua").read_text(encoding="utf-8")
+_MOST_LAST: Final = 2**18  # entries of about 100 bytes for each queue
 
 
 def as_field(agent_id: str) -> Any:
@@ -54,7 +55,7 @@ class Placement:
         held, last: the keys by queue; none for a worker without a shared store, which is alone on its queues.
     """
 
-    def __init__(self, queues: Sequence[str], *, worker_name: str) -> None:
+    def __init__(self, connection: Redis, queues: Sequence[str], *, worker_name: str) -> None:
         """
         Args:
             queues: in which agents are entered.
@@ -63,6 +64,7 @@ class Placement:
         self.held = {queue: HELD_KEY.format(queue=queue) for queue in queues}
         self.last = {queue: LAST_KEY.format(queue=queue) for queue in queues}
         self.worker_name = worker_name
+        self._sweep = connection.register_script(_SWEEP)
 
     def ended(self, pipeline: Pipeline, writes: Writes, result: Mapping[str, Any]) -> None:
         """With the transaction in which a job ends, with this result, as JSON; none if it failed: its agent is free,
@@ -73,6 +75,11 @@ class Placement:
             pipeline.hdel(self.held[queue], as_field(writes.held))
             if number > writes.known:
                 pipeline.hset(self.last[queue], as_field(writes.agent_id), f"{self.worker_name} {number}")
+
+    def sweep(self, queue: str) -> None:
+        """Remove some of what is over."""
+        if queue in self.held:
+            self._sweep(keys=[self.held[queue], self.last[queue]], args=[_MOST_LAST])
 
 
 def _version_in(result: Mapping[str, Any]) -> int:

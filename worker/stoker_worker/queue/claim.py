@@ -57,7 +57,7 @@ from stoker_shared.wire import (
 )
 from stoker_worker.events import log_failure
 from stoker_worker.periodic import Periodic
-from stoker_worker.placement.placement import FRAGMENT, MOST_AGENTS, Placement, Writes, as_field
+from stoker_worker.placement.placement import FRAGMENT, Placement, Writes, as_field
 from stoker_worker.ports import Busy, Delivery, LastVersion, MemoryUse
 from stoker_worker.queue.cascade import model_of
 from stoker_worker.queue.client import lua
@@ -303,8 +303,7 @@ def _about(
     return {
         **{"queue": queue_name, "member": lease.member, "worker": registration.name, "ttl": ttl_s},
         **{"started": started, "scheduled": scheduled, "deferred": deferred, "canceled": canceled},
-        **{"held": [*placement.held.values()], "last": [*placement.last.values()]},
-        **{"members": MEMBERS_KEY, "most_agents": MOST_AGENTS},
+        **{"held": [*placement.held.values()], "last": [*placement.last.values()], "members": MEMBERS_KEY},
         **{"is_shared": bool(lease.shared), "taken": TAKEN_KEY.format(queue=queue_name)},
         **{"counts": COUNTS_KEY.format(queue=queue_name), "batches": BATCH_KEY.format(batch="")},
         **{"jobs": Job.key_for(""), "executions": executions, "execution": execution},
@@ -444,7 +443,10 @@ class ClaimOrder:
         self.has_claimed = True
         for claimer in self.claimers.values():
             claimer.read_ahead(limit, busy)
-        self.is_suspended = any(claimer.view.is_suspended for claimer in self.claimers.values())
+        before, self.is_suspended = self.is_suspended, any(one.view.is_suspended for one in self.claimers.values())
+        if self.is_suspended != before:
+            suspended = "suspended (rq suspend): no job is claimed until rq resume; jobs in flight go on"
+            log.warning(suspended if self.is_suspended else "no longer suspended: jobs are claimed again")
         if self.is_suspended:
             return
         if limit > 0 and not self._in_flight and self._claim_quarantined(busy, claimed):

@@ -12,8 +12,7 @@ from typing import Final, TypeVar, cast
 
 from redis import Redis
 from rq.group import Group
-from rq.job import Job
-from rq.rate_limit import RateLimitRegistry
+from rq.job import JobStatus
 from rq.registry import (
     CanceledJobRegistry,
     FailedJobRegistry,
@@ -23,12 +22,11 @@ from rq.registry import (
 )
 from rq.scheduler import RQScheduler
 from rq.scripts import acquire_or_refresh_lock, release_lock
-from rq.serializers import JSONSerializer
 from rq.utils import current_timestamp, now, utcformat
 
 from stoker_worker.periodic import Periodic
+from stoker_worker.placement.placement import Placement
 from stoker_worker.queue.client import lua, may_pass
-from stoker_worker.queue.json_job import JsonJob
 from stoker_worker.queue.lease import Lease, Members
 
 log = logging.getLogger(__name__)
@@ -37,7 +35,8 @@ T = TypeVar("T")
 _LOCK_S: Final = 5  # it is refreshed each second; after a crash, the next scheduler waits for so long
 _AT_ONCE: Final = 200
 _STEP_S: Final = 0.02  # then the thread's other work has its turn
-_CANCELED_AT_ONCE: Final = 500
+_READY_S: Final = 60
+_CANCELED_S: Final = 30 * 86_400
 _GROUPS_EVERY_S: Final = 600  # as RQ's own workers
 _SAYS_FAILED_S: Final = 600.0
 
@@ -76,53 +75,59 @@ class Scheduler:
     def _enqueue_due_of(self, queue: str, until: float) -> bool:
         """Enqueue jobs until a time on the monotonic clock, but one batch at least; returns whether more are due."""
         key = ScheduledJobRegistry(queue, connection=self._connection).key
-        keys = [key, self._lease.keys[0], RQScheduler.get_locking_key(queue)]
         while True:
-            due = cast(list[bytes], self._connection.zrangebyscore(key, 0, current_timestamp(), start=0, num=_AT_ONCE))
-            args: list[str | bytes] = [self._lease.value, self._name, queue, utcformat(now()), *due]
-            taken = self._enqueue(keys=keys, args=args) if due else 0
+            due = self._due(key, current_timestamp())
+            taken = self._move(queue, key, due)
             # Jobs that could not be taken now are looked at again in a second.
             if taken == 0 or (taken == len(due) < _AT_ONCE):
                 return False
             if time.monotonic() > until:
                 return True
 
+    def enqueue_ready(self, queue: str) -> None:
+        """Enqueue jobs that waited for others, if a worker of RQ's own died just before it enqueued them."""
+        key = ReadyJobRegistry(queue, connection=self._connection).key
+        self._move(queue, key, self._due(key, current_timestamp() - _READY_S), JobStatus.READY_TO_ENQUEUE.value)
+
+    def _due(self, key: str, until: int) -> list[bytes]:
+        return cast(list[bytes], self._connection.zrangebyscore(key, 0, until, start=0, num=_AT_ONCE))
+
+    def _move(self, queue: str, key: str, due: list[bytes], status: str = "") -> int:
+        """Enqueue jobs of a registry, but those of another status, which only leave it; returns how many left it."""
+        keys = [key, self._lease.keys[0], RQScheduler.get_locking_key(queue)]
+        args: list[str | bytes] = [self._lease.value, self._name, queue, utcformat(now()), status, *due]
+        return self._enqueue(keys=keys, args=args) if due else 0
+
 
 class Housekeeping:
     """RQ's scheduler and RQ's cleaning, for the queues of one worker."""
 
-    def __init__(self, connection: Redis, lease: Lease, members: Members) -> None:
+    def __init__(self, connection: Redis, lease: Lease, members: Members, placement: Placement) -> None:
         self._connection = connection
         self._members = members
+        self._placement = placement
         self.scheduler = Scheduler(connection, lease)
-        self._remove_canceled = connection.register_script(lua("forget_canceled"))
         self._says_failed = Periodic(_SAYS_FAILED_S)
-        self._forget = Periodic(5.0)
         self._clean = Periodic(60.0)
 
     def step(self) -> bool:
         """Do what is due. Returns whether more scheduled jobs are due already, so that the next step should come
         soon."""
         more_due = self._unharmed(self.scheduler.enqueue_due) or False
-        if self._forget.is_due():
-            for name in self._members.duties():
-                self._unharmed(partial(self._forget_canceled, name))
         if self._clean.is_due():
             for name in self._members.duties():
-                for registry in (FinishedJobRegistry, FailedJobRegistry, ReadyJobRegistry):
-                    self._unharmed(registry(name, self._connection, JsonJob, serializer=JSONSerializer).cleanup)
-            self._unharmed(self._clean_limits_and_groups)
+                for registry in (FinishedJobRegistry, FailedJobRegistry):
+                    self._unharmed(registry(name, connection=self._connection).cleanup)
+                # RQ keeps canceled jobs for ever. A job that `stoker` cancels expires, and its id would stay.
+                canceled = CanceledJobRegistry(name, connection=self._connection).key
+                last = current_timestamp() - _CANCELED_S
+                self._unharmed(partial(self._connection.zremrangebyscore, canceled, 0, last))
+                self._unharmed(partial(self.scheduler.enqueue_ready, name))
+                self._unharmed(partial(self._placement.sweep, name))
+            self._unharmed(self._clean_groups)
         return more_due
 
-    def _forget_canceled(self, queue: str) -> None:
-        """Remove the ids of canceled jobs whose hashes are gone; looks at some of all, at random. RQ keeps canceled
-        jobs for ever. A job that `stoker` cancels expires, and its id would stay."""
-        key = CanceledJobRegistry(queue, connection=self._connection).key
-        self._remove_canceled(keys=[key], args=[_CANCELED_AT_ONCE, Job.key_for("")])
-
-    def _clean_limits_and_groups(self) -> None:
-        for limit in RateLimitRegistry.all(self._connection):
-            limit.cleanup()
+    def _clean_groups(self) -> None:
         if Group.acquire_maintenance_lock(self._connection, _GROUPS_EVERY_S):
             Group.clean_registries(self._connection)
 

@@ -166,7 +166,7 @@ class JsonJob(Job):
         if self.has_webhooks:
             raise PayloadRefused("this worker sends no webhooks, and the job has webhooks")
         if self.repeats_left:
-            raise PayloadRefused("this worker repeats no jobs, and the job has repeats: enqueue one for each time")
+            raise PayloadRefused("this worker repeats no jobs, and the job has repeats: submit one job for each run")
         if self.rate_limit_key:
             raise PayloadRefused(f"this worker keeps no rate limits, and the job has {self.rate_limit_key[:200]!r}")
         request = kwargs.get(REQUEST_KWARG) if isinstance(kwargs, dict) else None

@@ -165,20 +165,19 @@ class Obstacle(NamedTuple):
     def error(self, me: Member) -> StokerError:
         if self.kind == "kept":
             return StoreUnusable(
-                f"the agents of queue {self.queue!r} have their conversations in {_place(self.found)}, and this worker "
-                f"has {_place(me.kept_in)}: start the worker of that one instead (`stoker-worker memory share` makes a "
-                "store shared), or give this one another queue (--queues), or start it with --new-store, and these "
+                f"the agents of queue {self.queue!r} have their conversations in {self.found!r}, and this worker "
+                f"has {me.kept_in!r}: start the worker of that store instead (`stoker-worker memory share` makes "
+                "a store shared), or give this one another queue (--queues), or start it with --new-store, and these "
                 "agents begin anew"
             )
         left = f"if that worker is gone, its lease runs out in {self.left_s:.1f} s"
         if self.kind == "held":
             return QueueHeld(f"the name {me.name!r} is held by {self.holders[0]}; {left}")
-        other = next((one for one in self.holders if not one.is_certainly_dead()), None)
-        who = f"worker {other.name!r} on host {other.process.host}, pid {other.process.pid}" if other else "another one"
+        other = next((one for one in self.holders if not one.is_certainly_dead()), "another worker")
         return QueueHeld(
-            f"queue {self.queue!r} is served by {who} ({_shown(self.found)}), and this worker has {_shown(me.share)}: "
-            "the workers of a queue need one shared store and one model (--shared-store, --model). Or start this one "
-            f"with --standby, or give it another queue (--queues); {left}"
+            f"queue {self.queue!r} is served by {other} ({_shown(self.found)}), and this worker "
+            f"has {_shown(me.share)}: all workers of a queue need one shared store and one model (--shared-store, "
+            f"--model). Or start this one with --standby, or give it another queue (--queues); {left}"
         )
 
 
@@ -191,12 +190,6 @@ def _members(connection: Redis) -> list[Member]:
     return [
         Member.of(name, lease or record) for name, record, lease in zip(names, records.values(), leases, strict=True)
     ]
-
-
-def _place(kept_in: str) -> str:
-    """A value of `STORE_KEY` for the operator."""
-    kind, _, name = kept_in.partition(" ")
-    return f"the shared store {name!r}" if kind == "shared" else f"the store {name!r}"
 
 
 def _shown(share: str) -> str:
@@ -477,10 +470,6 @@ class Members:
         self.others: dict[str, Member] = {}
         self.dead: tuple[Member, ...] = ()
 
-    @property
-    def me(self) -> str:
-        return self._lease.member
-
     def of(self, queue: str) -> dict[str, Member]:
         """The other members of a queue."""
         return {name: member for name, member in self.others.items() if queue in member.queues}
@@ -488,7 +477,7 @@ class Members:
     def is_first(self, queue: str) -> bool:
         """True if this worker does on the queue what one member has to do: of those that stay, it is the first by name.
         For a moment two may think so; all of it may be done twice."""
-        before = (member for name, member in self.others.items() if name < self.me and not member.is_leaving)
+        before = (member for name, member in self.others.items() if name < self._lease.member and not member.is_leaving)
         return not any(queue in member.queues for member in before)
 
     def duties(self) -> list[str]:
@@ -511,7 +500,9 @@ class Members:
         self.everybody = frozenset(member.name for member in members)
         mine = frozenset(self._lease.queues)
         self.others = {
-            member.name: member for member in members if member.name != self.me and not mine.isdisjoint(member.queues)
+            member.name: member
+            for member in members
+            if member.name != self._lease.member and not mine.isdisjoint(member.queues)
         }
         leases = self._leases(self.others)
         now = self._clock()

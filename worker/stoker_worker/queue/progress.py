@@ -53,7 +53,7 @@ return redis.call('HSET', KEYS[1], 'meta', ARGV[2])
 
 
 class ProgressMeta:
-    """Writes progress that has changed. The end of the job removes it; what an earlier run has left is not shown."""
+    """Writes progress that has changed. The end of the job removes it."""
 
     def __init__(self, connection: Redis) -> None:
         self._connection = connection

@@ -77,14 +77,14 @@ class RqQueue(QueuePort):
         self._lease = lease
         self._queues = queues = registration.queue_names()
         self._in_flight = in_flight
-        placement = Placement(queues if lease.shared else (), worker_name=registration.name)
+        placement = Placement(connection, queues if lease.shared else (), worker_name=registration.name)
         self._members = members = Members(connection, lease, ttl_s=lease.ttl_s)
         self._ownership = Ownership(connection, lease)
         self._job_finish = ends = JobFinish(connection, registration, self._ownership, placement)
         self._streams, self._progress = ends.streams, ends.progress
         self._job_start = JobStart(connection, registration, ends)
         self._recoverer = Recoverer(connection, lease, members)
-        self._housekeeping = Housekeeping(connection, lease, members)
+        self._housekeeping = Housekeeping(connection, lease, members, placement)
         claimers = {
             name: Claimer(
                 connection, name, lease, placement, registration, is_at_hand=is_at_hand, patience_s=patience_s
@@ -93,7 +93,6 @@ class RqQueue(QueuePort):
         }
         self._claim_order = ClaimOrder(claimers, members, self._job_start, in_flight)
         self._to_announce: Serving | None = None
-        self._suspended = False
         self._in_doubt = False
 
     @as_redis_unavailable()
@@ -112,7 +111,6 @@ class RqQueue(QueuePort):
             self._in_doubt = True
             self._claim_order.claim(limit, busy, claimed)
             self._in_doubt = False
-            self._note_suspension()
             self._claim_order.look_around()
         except Exception as error:
             if not claimed:
@@ -221,7 +219,7 @@ class RqQueue(QueuePort):
         return self._lease.lost_data.so_far()
 
     def is_suspended(self) -> bool:
-        return self._suspended
+        return self._claim_order.is_suspended
 
     def hang_up(self) -> None:
         hang_up(self._connection.connection_pool)
@@ -241,13 +239,6 @@ class RqQueue(QueuePort):
         if self._in_flight.is_to_stop(job.job_id):
             return True
         return not still_runs and self._ownership.of(job.run) != "ours"
-
-    def _note_suspension(self) -> None:
-        before, self._suspended = self._suspended, self._claim_order.is_suspended
-        if self._suspended and not before:
-            log.warning("suspended (rq suspend): no job is claimed until rq resume; jobs in flight go on")
-        elif before and not self._suspended:
-            log.warning("no longer suspended: jobs are claimed again")
 
     def _announce(self) -> None:
         """Let the other members know that this one is ready. As for `leave`, not before its jobs are settled."""

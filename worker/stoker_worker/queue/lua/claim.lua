@@ -124,9 +124,5 @@ for i = 7, #ARGV, 4 do
   end
   for _, word in ipairs({verdict, maker, string.format('%d', number), values or {}}) do found[#found + 1] = word end
 end
-if it.is_shared and n_claimed > 0 then
-  redis.call('LTRIM', it.taken, -2000, -1)
-  bound(it.held, it.most_agents)
-  bound(it.last, it.most_agents)
-end
+if it.is_shared and n_claimed > 0 then redis.call('LTRIM', it.taken, -2000, -1) end
 return found

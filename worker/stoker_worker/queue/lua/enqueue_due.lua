@@ -1,10 +1,14 @@
--- After enqueue.lua. Enqueues due jobs, for the holder of the lease and of RQ's scheduler lock. Returns how many left the
--- registry.
+-- After enqueue.lua. Enqueues due jobs, for the holder of the lease and of RQ's scheduler lock; of one that is not in
+-- the given state, if there is one, only the entry is removed. Returns how many left the registry.
 if redis.call('GET', KEYS[2]) ~= ARGV[1] or redis.call('GET', KEYS[3]) ~= ARGV[2] then return 0 end
-local taken = 0
-for i = 5, #ARGV do
+local taken, status = 0, ARGV[5]
+for i = 6, #ARGV do
+  local job = 'rq:job:' .. ARGV[i]
   local due = redis.call('ZREM', KEYS[1], ARGV[i])
   taken = taken + due
-  if due == 1 and redis.call('TYPE', 'rq:job:' .. ARGV[i]).ok == 'hash' then enqueue(ARGV[i], ARGV[3], ARGV[4]) end
+  local is_job = due == 1 and redis.call('TYPE', job).ok == 'hash'
+  if is_job and (status == '' or redis.call('HGET', job, 'status') == status) then
+    enqueue(ARGV[i], ARGV[3], ARGV[4])
+  end
 end
 return taken
