@@ -23,6 +23,7 @@ from stoker_shared.errors import (
     InvalidRequest,
     WorkerLostTooOften,
 )
+from stoker_worker.memory.blocks import common_length
 from stoker_worker.pipeline.job import (
     NOTHING_RESTORED,
     Cancelled,
@@ -273,6 +274,25 @@ def test_a_prompt_is_restored_only_up_to_the_first_token_that_is_scored(
     assert isinstance(refused, Failed)
     assert isinstance(refused.error, InvalidRequest)
     assert str(refused.error) == "'prompt_logprobs_start' is 24; the prompt has 24 tokens"
+
+
+def test_the_store_hears_where_the_system_prompt_ends_with_every_model(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def restore(prompt_ids: Sequence[int], *, system_tokens: int, **others: Any) -> Restored:
+        asked.append(system_tokens)
+        return NOTHING_RESTORED
+
+    monkeypatch.setattr(scene.store, "restore", restore)
+    for text in ("one", "two"):
+        messages = [{"role": "system", "content": "Rhyme."}, {"role": "user", "content": text}]
+        scene.put(text, prompt=None, messages=messages)
+    scene.loader.start()
+    prompts = [scene.engine.next().prompt.ids for _ in range(2)]
+    assert not MODEL.spec.snapshot_layers
+    assert asked == [common_length(*prompts)] * 2 != [0, 0]
 
 
 def test_a_prompt_that_is_only_counted_goes_past_the_engine_and_the_agents_cache(
