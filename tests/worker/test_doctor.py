@@ -136,6 +136,13 @@ def test_a_store_that_others_can_read_is_found(tmp_path: Path) -> None:
     assert "chmod 700" in doctor.store_rights(tmp_path).advice
 
 
+def test_caches_without_a_database_are_a_fault(tmp_path: Path) -> None:
+    """No worker starts on such a store."""
+    (tmp_path / "blocks" / "x").mkdir(parents=True)
+    assert doctor.store_format(tmp_path).status is Status.FAIL
+    assert doctor.store_format(tmp_path / "none").status is Status.OK
+
+
 def test_a_store_that_the_worker_would_refuse_is_found(tmp_path: Path) -> None:
     with closing(AgentCacheStore(tmp_path)):
         pass

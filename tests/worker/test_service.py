@@ -20,7 +20,7 @@ case "$1 $2" in
     "print gui/"*/*|"print system/"*)
         [ -e loaded ] && printf '\\tstate = running\\n\\tpid = 7\\n\\t\\tstate = inner\\n' ;;
     "print "*) [ ! -e no-session ] ;;
-    bootout*) touch leaving ;;
+    bootout*) [ -e stuck ] || touch leaving ;;
 esac
 result=$?
 if [ -e leaving ] && [ "$1" = print ]; then rm -f leaving loaded; fi
@@ -267,6 +267,19 @@ def test_a_manager_that_fails_is_quoted(managed):
     refused = managed.install()
     assert refused.exit_code == 1
     assert refused.output.splitlines()[-1].endswith(": it is broken")
+
+
+@MAC
+def test_a_service_that_launchd_does_not_end_is_named_and_stays_installed(managed, monkeypatch):
+    monkeypatch.setattr("stoker_worker.service._MARGIN_S", 0.3)
+    managed.install()
+    [file] = files(managed)
+    file.write_bytes(plistlib.dumps(plistlib.loads(file.read_bytes()) | {"ExitTimeOut": 0}))
+    (managed.state / "stuck").touch()
+    refused = managed.service("uninstall")
+    assert refused.exit_code == 1
+    assert "launchd does not end stoker-worker: see launchctl print gui/" in refused.output
+    assert files(managed) == [file]
 
 
 @MAC

@@ -115,6 +115,7 @@ def _write_if_other(path: Path, text: str) -> bool:
 # --- a Mac ---
 
 _POLL_S: Final = 0.2
+_MARGIN_S: Final = 10.0
 
 
 class Launchd:
@@ -153,11 +154,12 @@ class Launchd:
         self._require()
         path, is_loaded = self.path(unit.name), self._is_loaded(unit.name)
         self._logs.mkdir(parents=True, exist_ok=True)  # launchd would make it as root
+        stop_timeout_s = self._stop_timeout_s(unit.name)
         changed = _write_if_other(path, self.text(unit))
         say(f"{'wrote' if changed else 'unchanged:'} {path}")
         if changed and is_loaded:
             say("it runs: it stops first, once its running jobs have ended")
-            self._unload(unit.name)
+            self._unload(unit.name, stop_timeout_s)
         if changed or not is_loaded:
             called_well("launchctl", "bootstrap", self._session, str(path))
         else:  # it may have ended well, and stays so until it is told
@@ -170,7 +172,7 @@ class Launchd:
         path = self.path(name)
         if self._is_loaded(name):
             say(f"stopping {name}: its running jobs may end first")
-            self._unload(name)
+            self._unload(name, self._stop_timeout_s(name))
         path.unlink()
         say(f"removed {path}; the store and {self._log(name)} stay")
 
@@ -181,12 +183,22 @@ class Launchd:
             raise ServiceRefused(f"there is no log {log}")
         return ["tail", "-n", str(lines), *(["-F"] if follow else []), str(log)]
 
-    def _unload(self, name: str) -> None:
+    def _unload(self, name: str, stop_timeout_s: float) -> None:
         """launchctl returns before the worker has ended, and launchd takes no other agent of that name until then. It
         kills a worker that takes too long."""
         called("launchctl", "bootout", self._target(name))
+        deadline = time.monotonic() + stop_timeout_s + _MARGIN_S
         while self._is_loaded(name):
+            if time.monotonic() > deadline:
+                raise ServiceRefused(f"launchd does not end {name}: see launchctl print {self._target(name)}")
             time.sleep(_POLL_S)
+
+    def _stop_timeout_s(self, name: str) -> float:
+        """The time limit of the agent that runs; the next one may have another."""
+        try:
+            return float(plistlib.loads(self.path(name).read_bytes())["ExitTimeOut"])
+        except (OSError, ValueError, KeyError, plistlib.InvalidFileException):
+            return 0.0
 
     def _is_loaded(self, name: str) -> bool:
         return called("launchctl", "print", self._target(name)).returncode == 0

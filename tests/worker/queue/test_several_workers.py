@@ -207,3 +207,18 @@ def test_jobs_in_a_queue_that_their_worker_serves_no_more_go_on_elsewhere(produc
     assert ids(claim_within(b)) == [running]
     run(b.in_flight())
     assert ids(claim_within(b)) == [later]
+
+
+def test_jobs_that_a_dead_worker_of_rqs_own_made_ready_are_enqueued_whichever_worker_schedules(connection, plain, join):
+    z = join("z")
+    z.tidy()  # takes the scheduler's lock, and is not the first by name
+    a = join("a")
+    job = plain.enqueue(TASK_PATH, request={"prompt": "x"})
+    connection.delete("rq:queue:generate")
+    connection.hset(job.key, "status", "ready_to_enqueue")
+    connection.zadd("rq:ready:generate", {job.id: 1})
+    for worker in (a, z):
+        claim(worker)  # sees the other one
+        worker._housekeeping._clean.make_due()
+        worker.tidy()
+    assert connection.lrange("rq:queue:generate", 0, -1) == [job.id.encode()]

@@ -52,20 +52,20 @@ class Scheduler:
 
     def __init__(self, connection: Redis, lease: Lease) -> None:
         self._connection = connection
-        self._queues = lease.queues
+        self.queues = lease.queues
         self._lease = lease
         self._name = lease.worker_name  # under which the locks are held
         self._enqueue = connection.register_script(lua("enqueue", "enqueue_due"))
 
     def enqueue_due(self) -> bool:
         """Enqueue due jobs, the oldest first, for a moment; returns whether more are due."""
-        held = [queue for queue in self._queues if self._holds_lock(queue)]
+        held = [queue for queue in self.queues if self._holds_lock(queue)]
         until = time.monotonic() + _STEP_S
         return any([self._enqueue_due_of(queue, until) for queue in held])  # a list: every queue has its turn
 
     def sign_off(self) -> None:
         """Release the locks for the next scheduler."""
-        for queue in self._queues:
+        for queue in self.queues:
             release_lock(self._connection, RQScheduler.get_locking_key(queue), self._name)
 
     def _holds_lock(self, queue: str) -> bool:
@@ -122,8 +122,9 @@ class Housekeeping:
                 canceled = CanceledJobRegistry(name, connection=self._connection).key
                 last = current_timestamp() - _CANCELED_S
                 self._unharmed(partial(self._connection.zremrangebyscore, canceled, 0, last))
-                self._unharmed(partial(self.scheduler.enqueue_ready, name))
                 self._unharmed(partial(self._placement.sweep, name))
+            for name in self.scheduler.queues:
+                self._unharmed(partial(self.scheduler.enqueue_ready, name))
             self._unharmed(self._clean_groups)
         return more_due
 

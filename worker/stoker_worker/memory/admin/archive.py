@@ -9,7 +9,7 @@ import json
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from stoker_shared.durable_file import draft_of, write_new
 from stoker_shared.errors import AgentMemoryError
@@ -91,7 +91,7 @@ def import_agent(parts: StoreParts, source: Path, *, new_id: str | None = None) 
                     check_vacant(connection, agent_id)
                     version = version_of(connection, record)
                 parts.commit_next(version, change)
-    except ValueError as why:  # of an id that is no text, too
+    except (ValueError, TypeError, OverflowError) as why:  # of an id that is no text, too
         raise AgentMemoryError(f"{source} is refused: {why}") from why
     return Imported(agent_id, number)
 
@@ -121,4 +121,5 @@ def _made_anew(found: TurnRecord, agent_id: str, version: int) -> TurnRecord:
     tokens = len(transcript.token_ids)
     about = replace(found.about, cache=None, answer_until=until, saved_at=now, tokens=tokens, since_full=0)
     delivery = found.delivery if agent_id == found.agent_id else None
-    return replace(found, agent_id=agent_id, version=version, delivery=delivery, about=about)
+    made_anew: dict[str, Any] = {**delta(None, transcript), "about": about}  # whatever the file has for that
+    return replace(found, agent_id=agent_id, version=version, delivery=delivery, **made_anew)
