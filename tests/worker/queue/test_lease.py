@@ -71,7 +71,7 @@ def test_a_holder_that_is_certainly_dead_is_replaced_at_once_with_a_higher_fence
     connection.set(FENCE, 1)
     mine = lease(connection, "second")
     mine.acquire()
-    assert mine.is_ours()
+    assert mine.renew()
     assert json.loads(mine.value)["fence"] == 2
 
 
@@ -95,9 +95,9 @@ def test_a_lease_that_is_not_renewed_expires_and_its_holder_learns_that_it_is_de
     time.sleep(0.1)
     second.acquire()
     assert not first.renew()
-    assert not first.is_ours()
+    assert not first.renew()
     first.release()
-    assert second.is_ours()
+    assert second.renew()
 
 
 def test_an_expired_lease_that_no_other_worker_took_is_renewed_by_its_holder(connection):
@@ -105,7 +105,7 @@ def test_an_expired_lease_that_no_other_worker_took_is_renewed_by_its_holder(con
     first.acquire()
     time.sleep(0.1)
     assert first.renew()
-    assert first.is_ours()
+    assert first.renew()
 
 
 def test_a_holder_whose_successor_has_left_again_does_not_resume_under_its_old_number(connection):
@@ -115,7 +115,7 @@ def test_a_holder_whose_successor_has_left_again_does_not_resume_under_its_old_n
     second.acquire()
     second.release()
     assert not first.renew()
-    assert not first.is_ours()
+    assert not first.renew()
     assert not connection.exists(LEASE)
 
 
@@ -210,7 +210,7 @@ def test_a_worker_waits_for_another_that_puts_its_jobs_back(connection):
     threading.Timer(0.3, recovering.leave).start()
     mine = lease(connection, "mine")
     mine.acquire()
-    assert mine.is_ours()
+    assert mine.renew()
 
 
 def test_a_heartbeat_joins_again_after_a_loss_of_all_data(connection):

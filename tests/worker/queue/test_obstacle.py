@@ -298,7 +298,7 @@ def test_after_a_flush_the_worker_that_comes_first_goes_on_and_the_other_one_end
     second.acquire()
     assert not first.renew()
     assert f"queue 'q' is served by worker stoker-b {WHERE}" in caplog.text
-    assert not first.is_ours()
+    assert not first.renew()
     assert second.renew()
     assert connection.hkeys(MEMBERS_KEY) == [b"b"]
     second.leave()

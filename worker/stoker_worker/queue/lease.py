@@ -380,8 +380,8 @@ class Lease:
             time.sleep(_RETRY_S)  # it only puts this member's jobs back
 
     def renew(self, connection: Redis | None = None, *, notes_store: bool = False) -> bool:
-        """Postpone the expiry; ``False`` if this worker is deposed: another one holds the lease, or has held it since,
-        or serves a queue which the two may not share.
+        """Postpone the expiry, or take a lease that ran out up again; ``False`` if this worker is deposed: another one
+        holds it, or has held it since, or serves a queue which the two may not share.
 
         Args:
             connection: used instead of the lease's own.
@@ -411,10 +411,6 @@ class Lease:
             if not self.has_agents:
                 self.has_agents = self.renew(notes_store=True)
             return self.has_agents
-
-    def is_ours(self) -> bool:
-        """True if no other worker has taken it. A lease that ran out is taken up again, as in `lua/holds.lua`."""
-        return self.renew()
 
     def settle(self) -> None:
         """The jobs of the earlier holder are put back: the others see this one as it is."""

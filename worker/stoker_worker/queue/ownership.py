@@ -67,7 +67,7 @@ class Ownership:
         Args:
             saves: if it is ours, its turn is being saved from here on, and it is not canceled any more.
 
-        Like `Lease.is_ours`, it takes up again a lease that ran out while Redis was away.
+        Like `Lease.renew`, it takes up again a lease that ran out while Redis was away.
         """
         if saves:
             run.job.has_run_fields = True

@@ -103,7 +103,7 @@ class RqQueue(QueuePort):
         if any(job.is_quarantined for job in self._in_flight.snapshot()):
             return []
         if self._in_doubt:  # the jobs that the last claim left have to be back in the queue first, or order is lost
-            if not self._lease.is_ours():
+            if not self._lease.renew():
                 return []
             self.recover()
         claimed: list[RqClaimedJob] = []
@@ -178,7 +178,7 @@ class RqQueue(QueuePort):
     @as_redis_unavailable()
     def recover(self) -> int:
         """Put back what dead workers left, and what a lost connection left of our own claims; returns how many."""
-        if not self._lease.is_ours():
+        if not self._lease.renew():
             return 0
         return self._recoverer.recover(frozenset(job.run.execution.id for job in self._in_flight.snapshot()))
 
