@@ -73,7 +73,7 @@ def test_a_replica_from_before_the_worker_took_its_name_does_not_depose_it(conne
     assert mine.renew()
     old.is_promoted()
     assert connection.get(LEASE_KEY.format(member="m")) == before.value.encode()
-    assert mine.is_ours()
+    assert mine.renew()
     assert not before.renew()
     assert int(connection.get(FENCE_KEY.format(member="m"))) == 2
 
