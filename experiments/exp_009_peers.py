@@ -1,4 +1,5 @@
-"""EXP-009, peers: agents' turns, kept running and restarted, and a backlog: stoker, mlx_lm.server and vllm-mlx.
+"""EXP-009, peers: agents' turns, kept running and restarted, a fleet larger than RAM, and a backlog: stoker,
+mlx_lm.server and vllm-mlx.
 
 All serve the same model in the same dtype with the same BLAS, and take turns: while one works the others wait.
 vllm-mlx needs an environment of its own, because it needs another mlx-lm; without ``--vllm-mlx`` it is left out.
@@ -9,7 +10,7 @@ import statistics
 import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from report import Report, columns, figure, machine_line, say, span, table
 from stoker_worker.models.blas import find_blas
 
 AGENTS = 8
-MOST_FIRST, MOST_LATER, LEAST_RATE = 0.75, 1.0, 1.3
+MOST_FIRST, MOST_LATER, MOST_FLEET, LEAST_RATE = 0.75, 1.0, 0.5, 1.3
+FLEET_TURNS = (FIRST, KEPT, STOPPED)
+SHARE_IN_RAM = 1 / 4
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Size:
     Attributes:
         repeats: conversations with each agent, one after the other.
         turns, n_tokens, max_tokens, loses: as in `converse`; `loses` in the last repeat only.
+        fleet: its agents.
         jobs, most_tokens, backlogs: as in `backlogs`.
     """
 
@@ -41,13 +45,16 @@ class Size:
     loses: bool
     n_tokens: int
     max_tokens: int
+    fleet: int
     jobs: int
     most_tokens: int
     backlogs: int
 
 
-FULL = Size(3, (FIRST, KEPT, KEPT, STREAMED, STOPPED, KILLED), True, 300, 24, jobs=100, most_tokens=300, backlogs=2)
-QUICK = Size(1, (FIRST, STREAMED, KEPT, KILLED), False, 40, 4, jobs=4, most_tokens=40, backlogs=1)
+FULL = Size(
+    3, (FIRST, KEPT, KEPT, STREAMED, STOPPED, KILLED), True, 300, 24, fleet=48, jobs=100, most_tokens=300, backlogs=2
+)
+QUICK = Size(1, (FIRST, STREAMED, KEPT, KILLED), False, 40, 4, fleet=4, jobs=4, most_tokens=40, backlogs=1)
 
 
 def run(bench: Bench, folder: Path, *, quick: bool, vllm_mlx: str | None) -> Json:
@@ -65,14 +72,16 @@ def run(bench: Bench, folder: Path, *, quick: bool, vllm_mlx: str | None) -> Jso
         )
         for number in range(1, size.repeats + 1)
     ]
+    fleet = _fleet(bench, servers, size)
     jobs = backlogs(bench, servers, n_jobs=size.jobs, most_tokens=size.most_tokens, rounds=size.backlogs)
     of_peers = _ratios(repeats)
-    answers = [one for part in (*repeats, jobs) for found in part["answers"].values() for one in found]
+    answers = [one for part in (*repeats, fleet, jobs) for found in part["answers"].values() for one in found]
     verdict = {
         "a_first_round_at_most_0_75_of_the_best_peers": of_peers[FIRST]["median"] <= MOST_FIRST,
         "every_later_round_at_most_the_best_peers_kept_running": all(
             found["median"] <= MOST_LATER for kind, found in of_peers.items() if kind != FIRST
         ),
+        "a_fleet_larger_than_ram_at_most_0_5_of_the_best_peers": fleet["ratio"] <= MOST_FLEET,
         "the_backlog_at_1_3_of_the_best_peers_rate": jobs["rate"]["median"] >= LEAST_RATE,
         "every_answer_equal_or_explained": all(one["cause"] != UNEXPLAINED for one in answers),
     }
@@ -85,8 +94,24 @@ def run(bench: Bench, folder: Path, *, quick: bool, vllm_mlx: str | None) -> Jso
         "max_tokens": size.max_tokens,
         "ratios": of_peers,
         "repeats": [{**repeat, "answers": _without_equal(repeat["answers"])} for repeat in repeats],
+        "fleet": {**fleet, "answers": _without_equal(fleet["answers"])},
         "backlog": {**jobs, "answers": _without_equal(jobs["answers"])},
     }
+
+
+def _fleet(bench: Bench, servers: Servers, size: Size) -> Json:
+    """Three turns of agents whose caches are four times as large as the RAM that any server may keep them in."""
+    per_agent = (size.n_tokens + len(FLEET_TURNS) * 40) * bench.facts["cache_bytes_per_token"]
+    n_bytes = int(SHARE_IN_RAM * size.fleet * per_agent)
+    fleet = replace(servers, agents=size.fleet, cache_bytes=n_bytes)
+    talk = converse(bench, fleet, FLEET_TURNS, size.repeats + 1,
+                    n_tokens=size.n_tokens, max_tokens=size.max_tokens, loses=False)  # fmt: skip
+    whole = {name: sum(turn["s"] for turn in turns) for name, turns in talk["turns"].items()}
+    best = min((name for name in whole if name != STOKER), key=lambda name: whole[name])
+    later = {name: whole[name] - talk["turns"][name][0]["s"] for name in (STOKER, best)}
+    found = {"agents": size.fleet, "cache_bytes": n_bytes, "best": best}
+    found |= {"ratio": whole[STOKER] / whole[best], "ratio_without_first": later[STOKER] / later[best]}
+    return {**found, **talk}
 
 
 def short_form(bench: Bench, folder: Path) -> list[Json]:
@@ -175,6 +200,7 @@ def render(content: Json, results: Path) -> Report:
         ),
         "ratios": columns(ratios, RATIOS),
         "starts": table(("server", "ready again after"), list(_starts(content))),
+        "fleet": _fleet_table(content["fleet"]),
         "parts": _parts(content),
         "backlog": table(("server", "the backlog", "jobs/s"), rates),
         "first tokens": _first_tokens(content),
@@ -199,13 +225,16 @@ def _cell(seconds: list[float]) -> str:
 
 
 def _summary(content: Json) -> str:
-    jobs, (_, first), *later = content["backlog"], *content["ratios"].items()
+    jobs, fleet, (_, first), *later = content["backlog"], content["fleet"], *content["ratios"].items()
     told = "; ".join(f"{kind} {span(found)} times" for kind, found in later)
     are = "Every answer is equal or explained." if content["verdict"]["every_answer_equal_or_explained"] else ""
     return (
         f"The first round of {content['agents']} agents with {content['tokens_at_first']} tokens each took "
         f"{span(first)} times as long as that of the best peer, {first['best']} (asked: at most 0.75). A later round, "
-        f"beside the one of {later[0][1]['best']}, which kept running: {told} (asked: at most 1). A backlog of "
+        f"beside the one of {later[0][1]['best']}, which kept running: {told} (asked: at most 1). "
+        f"{fleet['agents']} agents whose caches are four times as large as the RAM for them took {fleet['ratio']:.2f} "
+        f"times as long as with {fleet['best']} for three turns (asked: at most {MOST_FLEET}), "
+        f"{fleet['ratio_without_first']:.2f} times without the first. A backlog of "
         f"{jobs['jobs']} jobs went through at {span(jobs['rate'])} times the rate of {jobs['best']} (asked: 1.3). "
         f"{are or 'Some answers are neither equal nor explained.'}"
         f"{'' if content['versions'] else ' vllm-mlx was not run.'}"
@@ -217,6 +246,14 @@ def _versions(content: Json) -> str:
         return ""
     found = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     return f" The third server's environment: {found}."
+
+
+def _fleet_table(fleet: Json) -> str:
+    rows = [
+        (name, *(f"{turn['s']:.1f} s" for turn in turns), f"{sum(turn['s'] for turn in turns):.1f} s")
+        for name, turns in fleet["turns"].items()
+    ]
+    return table(("server", "first turn", "second", "third, restarted if its caches survive that", "all"), rows)
 
 
 def _starts(content: Json) -> Iterator[tuple[str, str]]:
@@ -255,7 +292,8 @@ def _first_tokens(content: Json) -> str:
 def _answers(content: Json) -> str:
     """How many answers are equal, how many differ and why, with an example of each cause."""
     rows, examples = [], []
-    parts = {"turns": [one["answers"] for one in content["repeats"]], "backlog": [content["backlog"]["answers"]]}
+    parts = {"turns": [one["answers"] for one in content["repeats"]]}
+    parts |= {name: [content[name]["answers"]] for name in ("fleet", "backlog")}
     for what, compared in parts.items():
         for name in compared[0]:
             others = [other for one in compared for other in one[name]["others"]]

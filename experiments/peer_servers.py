@@ -234,6 +234,8 @@ class Servers:
         blas: library to preload; ``None``: none.
         agents: how many conversations a server is asked to keep.
         vllm_mlx: Python of its environment; ``None`` leaves it out.
+        cache_bytes: RAM for caches of conversations that do not run; vllm-mlx then has its tier on disk, too. ``None``:
+            as each has it by itself.
     """
 
     model: Path
@@ -242,6 +244,7 @@ class Servers:
     folder: Path
     agents: int
     vllm_mlx: Path | None
+    cache_bytes: int | None = None
 
     @contextmanager
     def started(self, name: str) -> Iterator[tuple[dict[str, Server], Path]]:
@@ -251,11 +254,11 @@ class Servers:
         note(f"{name}: starting")
         with ExitStack() as stack:
             servers = {
-                STOKER: stack.enter_context(_stoker(self.model, self.dtype, folder)),
-                MLX_LM: stack.enter_context(_mlx_lm_server(self.model, self.blas, folder, self.agents)),
+                STOKER: stack.enter_context(_stoker(self, folder)),
+                MLX_LM: stack.enter_context(_mlx_lm_server(self, folder)),
             }
             if self.vllm_mlx is not None:
-                servers[VLLM_MLX] = stack.enter_context(_vllm_mlx(self.vllm_mlx, self.model, self.blas, folder))
+                servers[VLLM_MLX] = stack.enter_context(_vllm_mlx(self, self.vllm_mlx, folder))
             for server in servers.values():
                 server.backlog("warm-up", [Job("Hello!", 2)])
             yield servers, folder
@@ -268,10 +271,11 @@ def rotated(servers: Mapping[str, Server], n: int) -> list[str]:
 
 
 @contextmanager
-def _stoker(model: Path, dtype: str, folder: Path) -> Iterator[Server]:
+def _stoker(of: Servers, folder: Path) -> Iterator[Server]:
     with EmbeddedServer(folder / "redis") as redis, Producer(redis.url) as producer:
         port = _free_port()
-        options = ("--model", str(model), "--dtype", dtype, "--max-batch", str(PLACES), "--metrics-port", str(port))
+        options = ["--model", str(of.model), "--dtype", of.dtype, "--max-batch", str(PLACES)]
+        options += ["--metrics-port", str(port), *_limit("--memory-max-bytes", of.cache_bytes)]
         with WorkerProcess(redis.url, store(folder), *options) as worker:
             yield Stoker(producer, worker, port)
 
@@ -282,24 +286,31 @@ def store(folder: Path) -> Path:
 
 
 @contextmanager
-def _mlx_lm_server(model: Path, blas: str | None, folder: Path, agents: int) -> Iterator[Server]:
-    options = ["--model", str(model), "--decode-concurrency", str(PLACES), "--log-level", "WARNING"]
-    options += ["--prompt-cache-size", str(2 * agents)]  # a turn leaves two caches: of its prompt and of its end
+def _mlx_lm_server(of: Servers, folder: Path) -> Iterator[Server]:
+    options = ["--model", str(of.model), "--decode-concurrency", str(PLACES), "--log-level", "WARNING"]
+    options += ["--prompt-cache-size", str(2 * of.agents)]  # a turn leaves two caches: of its prompt and of its end
+    options += _limit("--prompt-cache-bytes", of.cache_bytes)
     server = HttpServer(_free_port(), None, frozenset())
-    with _served(server, [sys.executable, "-m", "mlx_lm.server", *options], folder / "mlx_lm.log", blas, {}):
+    with _served(server, [sys.executable, "-m", "mlx_lm.server", *options], folder / "mlx_lm.log", of.blas, {}):
         yield server
 
 
 @contextmanager
-def _vllm_mlx(python: Path, model: Path, blas: str | None, folder: Path) -> Iterator[Server]:
+def _vllm_mlx(of: Servers, python: Path, folder: Path) -> Iterator[Server]:
     """`python`: of an environment with vllm-mlx. It saves its caches at a stop, under the home that it is given."""
-    options = ["serve", str(model), "--continuous-batching", "--max-num-seqs", str(PLACES), "--offline"]
+    options = ["serve", str(of.model), "--continuous-batching", "--max-num-seqs", str(PLACES), "--offline"]
     options += ["--completion-batch-size", str(PLACES)]
-    server = HttpServer(_free_port(), str(model), frozenset((signal.SIGTERM,)))
+    if of.cache_bytes is not None:
+        options += ["--cache-memory-mb", str(of.cache_bytes // 2**20), "--ssd-cache-dir", str(folder / "ssd")]
+    server = HttpServer(_free_port(), str(of.model), frozenset((signal.SIGTERM,)))
     variables = {"HOME": str(folder), "HF_HUB_OFFLINE": "1"}
     command = [str(python), "-c", "from vllm_mlx.cli import main; main()", *options]
-    with _served(server, command, folder / "vllm_mlx.log", blas, variables):
+    with _served(server, command, folder / "vllm_mlx.log", of.blas, variables):
         yield server
+
+
+def _limit(option: str, n_bytes: int | None) -> list[str]:
+    return [] if n_bytes is None else [option, str(n_bytes)]
 
 
 @contextmanager
