@@ -198,15 +198,32 @@ def test_a_rollback_leaves_what_the_checkpoints_before_it_serve(team: Team) -> N
     assert agent.cached((*ids(2100), 5)) == 2100
 
 
+def forget(agent: Agent) -> None:
+    request = AgentRequest(agent_id=agent.name, action="forget")
+    agent.store.agent_jobs.run(request, Delivery(agent.name, "2024-01-01T00:00:00Z"))
+
+
 def test_forgetting_the_last_agent_of_a_block_removes_its_checkpoint(any_team: Team, tmp_path: Path) -> None:
+    n_tokens = 300 if any_team("x").model.spec.full_layers else 100  # the second one has them in a block or in a piece
     for name in ("first", "second"):
-        any_team(name, system_tokens=600).say(prompt(ord(name[0])))
+        any_team(name, system_tokens=600).say(prompt(ord(name[0]), n_tokens))
     for name, n_left in (("first", 1), ("second", 0)):
-        request = AgentRequest(agent_id=name, action="forget")
-        any_team(name).store.agent_jobs.run(request, Delivery(name, "2024-01-01T00:00:00Z"))
+        forget(any_team(name))
         assert len(checkpoint_files(tmp_path)) == n_left
     assert files_below(tmp_path / "blocks") == files_below(tmp_path / "pieces") == []
     assert problems_of(any_team("first").store) == []
+
+
+def test_no_tokens_of_a_forgotten_agent_stay_beside_a_block_that_others_share(any_team: Team, tmp_path: Path) -> None:
+    any_team("other").say((*SYSTEM[:N], *ids(50, seed=9)))
+    agent = any_team("forgotten", system_tokens=600)
+    agent.say(prompt(1))
+    forget(agent)
+    assert checkpoint_files(tmp_path) == []
+    assert any_team("other").cached((*SYSTEM[:N], *ids(50, seed=9), 1)) == 562
+    ticks(agent.store)
+    assert agent.store.budget.total_bytes == disk_bytes(tmp_path)
+    assert problems_of(agent.store) == []
 
 
 @pytest.mark.parametrize("model", [MODEL, HYBRID], ids=["plain", "hybrid"])

@@ -10,7 +10,7 @@ files that go are removed after it: a crash in between leaves files that no row 
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,7 @@ from stoker_shared.errors import (
 )
 from stoker_shared.request import AgentId
 from stoker_worker.memory import cache_index, transcripts
-from stoker_worker.memory.blocks import BlockChain
+from stoker_worker.memory.blocks import BlockChain, read_place
 from stoker_worker.memory.cache_index import Block
 from stoker_worker.memory.database import Connection, Damaged
 from stoker_worker.memory.store_parts import NextVersion, StoreParts
@@ -342,7 +342,7 @@ def forget_agent(
         VersionTaken, SharedStoreAway: as `StoreParts.commit_next`.
         OSError: it could not be removed; or it is removed, but some of its cache files are not.
     """
-    change = partial(_remove, agent_id=agent_id, asked=asked, is_held=is_held)
+    change = partial(_remove, parts=parts, agent_id=agent_id, asked=asked, is_held=is_held)
     with naming(agent_id):
         if only_here or not parts.replica.is_shared:
             removed: _Removed | None = parts.database.commit(change)
@@ -380,7 +380,7 @@ def forget_unused(parts: StoreParts, agents: Sequence[str], *, is_held: Callable
     """
     gone = []
     changes = parts.database.commit_each([
-        partial(_remove, agent_id=agent_id, asked=BY_COMMAND, is_held=is_held) for agent_id in agents
+        partial(_remove, parts=parts, agent_id=agent_id, asked=BY_COMMAND, is_held=is_held) for agent_id in agents
     ])  # fmt: skip
     for agent_id, change in zip(agents, changes, strict=True):
         try:
@@ -399,8 +399,10 @@ class _Removed(NamedTuple):
     blocks: list[Block]
 
 
-def _remove(connection: Connection, *, agent_id: str, asked: Asked, is_held: Callable[[str], bool]) -> _Removed:
-    """Remove an agent's rows, and those of the blocks that only it used."""
+def _remove(
+    connection: Connection, *, parts: StoreParts, agent_id: str, asked: Asked, is_held: Callable[[str], bool]
+) -> _Removed:
+    """Remove an agent's rows, and those of the blocks that only it used. Raises `OSError`: a checkpoint is left."""
     row = transcripts.find_agent(connection, agent_id)
     forgotten = AgentForgotten(job_id=asked.job_id, agent_id=agent_id, existed=row is not None)
     going: list[Block] = []
@@ -410,7 +412,8 @@ def _remove(connection: Connection, *, agent_id: str, asked: Asked, is_held: Cal
         cache_index.set_piece_bytes(connection, row.number, 0)
         transcripts.delete_agent(connection, row)
         going, shared = _take_blocks(connection, ends, is_held)
-        counts = {"blocks": len(going), "block_bytes": sum(x.both_bytes for x in going), "shared_blocks": shared}
+        _remove_checkpoints(parts, connection, shared)
+        counts = {"blocks": len(going), "block_bytes": sum(x.both_bytes for x in going), "shared_blocks": len(shared)}
         forgotten = forgotten.model_copy(update={"version": row.version, **counts})
     asked.remember(connection, transcripts.FORGETTER, agent_id, forgotten, version=0)
     return _Removed(forgotten, going)
@@ -437,16 +440,38 @@ def _ends_of_chains(connection: Connection, row: AgentRow) -> list[bytes]:
 
 def _take_blocks(
     connection: Connection, ends: Sequence[bytes], is_held: Callable[[str], bool]
-) -> tuple[list[Block], int]:
-    """Remove the rows of the blocks before these ends that nothing refers to; returns them, and how many others there
-    are."""
-    going, shared, now = [], set[str](), time.time()
+) -> tuple[list[Block], list[Block]]:
+    """Remove the rows of the blocks before these ends that nothing refers to; returns them, and the others."""
+    going, shared, now = [], dict[str, Block](), time.time()
     for end in ends:
         for block in cache_index.chain_back(connection, end):
             if block.n_users or is_held(block.address):
-                shared.add(block.address)
+                shared[block.address] = block
                 cache_index.note_unused(connection, block.address, now=now)
             else:
                 cache_index.remove_block(connection, block.address, now=now)
                 going.append(block)
-    return going, len(shared)
+                shared.pop(block.address, None)
+    return going, list(shared.values())
+
+
+def _remove_checkpoints(parts: StoreParts, connection: Connection, blocks: Iterable[Block]) -> None:
+    """Remove the checkpoints of these blocks that have tokens behind them which nobody else is known to have. Before
+    the commit: a crash leaves none. Raises `OSError`."""
+    for block in blocks:
+        path = parts.blocks.both(block.model, block.address)[1]
+        _, ids = read_place(path) or ("", ())
+        if ids and not any(
+            place is not None and place[0] == block.address and place[1][: len(ids)] == ids
+            for place in map(read_place, _files_behind(parts, connection, block))
+        ):
+            parts.files.remove(path)
+            cache_index.drop_checkpoint(connection, block.address)
+
+
+def _files_behind(parts: StoreParts, connection: Connection, block: Block) -> Iterator[Path]:
+    """Files of those who go on behind the block."""
+    for agent_id, version in cache_index.agents_at(connection, block.address):
+        yield from parts.pieces.paths(agent_id, version)
+    for address in cache_index.blocks_after(connection, block.address):
+        yield parts.blocks.path_of(block.model, address)

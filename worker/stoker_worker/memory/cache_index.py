@@ -248,6 +248,18 @@ def unused_blocks(connection: Connection, *, limit: int, before: float | None = 
     return [Block(*row) for row in rows]
 
 
+def agents_at(connection: Connection, address: str) -> list[tuple[str, int]]:
+    """Agents whose cache ends at this block, `_MOST_USERS` at most, and their versions."""
+    sql = "SELECT CAST(agent_id AS TEXT), version FROM agents WHERE last_block = ? LIMIT ?"
+    return connection.execute(sql, (bytes.fromhex(address), _MOST_USERS)).fetchall()
+
+
+def blocks_after(connection: Connection, address: str) -> list[str]:
+    """The addresses of blocks that follow this one, `_MOST_USERS` at most."""
+    sql = "SELECT lower(hex(address)) FROM blocks WHERE parent = ? LIMIT ?"
+    return [found for (found,) in connection.execute(sql, (bytes.fromhex(address), _MOST_USERS))]
+
+
 def chain_back(connection: Connection, last: bytes | None) -> Iterator[Block]:
     """The blocks of a chain from its last one to its first."""
     while last is not None:

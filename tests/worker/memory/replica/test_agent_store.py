@@ -28,6 +28,7 @@ from tests.worker.memory.replica.sharing import BOTH, Machine, Share, SharedAgen
 from stoker_shared.agents import AgentResult, build_agent_request
 from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict, SharedStoreAway, VersionTaken
 from stoker_worker.memory import cache_index, transcripts
+from stoker_worker.memory.blocks import read_place
 from stoker_worker.memory.replica.shared_replica import opened_with_shared
 from stoker_worker.memory.replica.versions import EMPTIED, versions_folder
 from stoker_worker.ports import Delivery, LastVersion
@@ -626,6 +627,23 @@ def test_a_forgotten_agent_is_forgotten_everywhere_and_its_numbers_stay_used(mac
     assert not [path for path in files_below(share.objects) if "tail" in path.name]
     assert two.agent().say(ids(30, seed=3)) == 4
     assert (one.agent().open().number, one.agent().tokens()) == (4, ids(30, seed=3))
+
+
+@BOTH
+def test_a_checkpoint_there_has_no_tokens_that_were_forgotten_or_replaced(machine: Start, share: Share) -> None:
+    one = machine("one")
+
+    def n_behind(name: str, prompt: Sequence[int]) -> list[int]:
+        one.agent(name, model=MODELS["hybrid"], system_tokens=600).say(prompt)
+        one.write_behind()
+        places = map(read_place, share.objects.rglob("*-checkpoint.*"))
+        return sorted(len(place[1]) for place in places if place is not None)
+
+    assert n_behind("agent", LONG[:700]) == [88]
+    assert n_behind("other", ids(700, seed=1)) == [88, 88]
+    run(one, "forget", "other")
+    # One that leaves the first agent's prompt before the end of its system prompt gets a checkpoint for both.
+    assert n_behind("third", (*LONG[:520], *ids(180, seed=2))) == [0]
 
 
 # --- caches ---

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from io import BytesIO
 from itertools import islice
 from pathlib import Path
 from typing import Final
@@ -22,7 +23,14 @@ from typing import Final
 from stoker_shared.errors import StokerError
 from stoker_worker.memory import cache_index, transcripts
 from stoker_worker.memory.admin.cache_files import check_block, check_checkpoint, check_piece, enter_blocks
-from stoker_worker.memory.blocks import BlockChain, block_beside, checkpoint_beside, common_length, read_place
+from stoker_worker.memory.blocks import (
+    BlockChain,
+    block_beside,
+    checkpoint_beside,
+    common_length,
+    place_in,
+    read_place,
+)
 from stoker_worker.memory.database import Connection, Damaged, key_of
 from stoker_worker.memory.eviction import DiskBudget
 from stoker_worker.memory.files import allocated_bytes, is_there
@@ -59,10 +67,12 @@ _JOB_WAITS_S: Final = 30.0
 _KNOWN_S: Final = 3600.0
 """`memory gc --shared` may remove a block that no agent uses: after so long, a worker looks again."""
 _MOST_KNOWN: Final = 2**16
-_MISSING: Final = float("-inf")
+_MISSING: Final = (float("-inf"), 0)
 """Not there, or damaged, though a list may have it."""
 _RETRY_S: Final = 1.0
 _STOP_S: Final = 5.0
+_HEADER_BYTES: Final = 1 << 17
+"""A cache file's header has a tenth of it."""
 _MOST_WAITING: Final = 2**16
 """Agents that wait. Of those beyond, the one that has waited longest goes without."""
 
@@ -104,7 +114,8 @@ class SharedCaches:
         self._parts = parts
         self._bucket = bucket
         self._budget = budget
-        self._seen: OrderedDict[str, float] = OrderedDict()  # files, and when they were there, or `_MISSING`
+        # Files, when they were there, or `_MISSING`, and, of a checkpoint, how many tokens it had behind its block.
+        self._seen: OrderedDict[str, tuple[float, int]] = OrderedDict()
         self.written_bytes = 0
         self.read_bytes = 0
 
@@ -124,15 +135,17 @@ class SharedCaches:
         if version.transcript is None:
             return 0
         blocks, pieces = self._files(version)
-        checkpoints = [(path, check, read_place(path)) for path, check in self._checkpoints(version).items()]
-        ends = [path for path, _, place in checkpoints if place is not None and place[1]]
-        blocks |= {path: check for path, check, place in checkpoints if place and path not in ends[1:-_MOST_ENDS]}
+        checkpoints = self._checkpoints(version)
+        behind = {path: place[1] for path in checkpoints if (place := read_place(path)) is not None}
+        ends = [path for path, ids in behind.items() if ids]
+        blocks |= {path: checkpoints[path] for path in behind if path not in ends[1:-_MOST_ENDS]}
         names, key = [], key_of(agent_id).hex()
         before = _listed(self._bucket, agent_id)
-        listed = {self._name_of(path) for path in blocks}.intersection(before)
+        listed = {self._name_of(path) for path in blocks if path not in behind}.intersection(before)
         there = {name for name in listed if self._seen.get(name) != _MISSING}
         for path, check in (blocks | pieces).items():
-            if (name := self._name_of(path)) in there or self._was_there(name) or self._wrote(path, check, pace):
+            name, ids = self._name_of(path), behind.get(path)
+            if name in there or self._was_there(name, len(ids or ())) or self._wrote(path, check, pace, ids):
                 names.append(name)
         self._bucket.put(manifest_name(key), manifest(version.number, names))
         self._bucket.remove(name for name in before if name.startswith(pieces_prefix(key)) and name not in names)
@@ -231,10 +244,15 @@ class SharedCaches:
         ]
         return blocks if has_blocks else {}, dict(pieces[not has_tail : 1 + len(version.cache.snapshots)])
 
-    def _wrote(self, path: Path, check: _Check, pace: Callable[[int], None]) -> bool:
-        """True if the file is there now. A damaged one is left to the next restore, which removes it."""
+    def _wrote(self, path: Path, check: _Check, pace: Callable[[int], None], behind: tuple[int, ...] | None) -> bool:
+        """True if the file is there now. A damaged one is left to the next restore, which removes it.
+
+        Args:
+            behind: of a checkpoint, the tokens behind its block: it replaces one with others there, as it has here.
+        """
         name, is_block = self._name_of(path), path.is_relative_to(self._parts.blocks.path)
-        if not (is_block and self._bucket.has(name)):
+        has = self._bucket.has if behind is None else lambda name: _tokens_behind(self._bucket, name) in ((), behind)
+        if not (is_block and has(name)):
             try:
                 check(path)
                 content = path.read_bytes()
@@ -245,15 +263,16 @@ class SharedCaches:
             self._bucket.put(name, content)
             self.written_bytes += len(content)
             pace(len(content))
-        self._note(name, time.monotonic())
+        self._note(name, time.monotonic(), len(behind or ()))
         return True
 
-    def _was_there(self, name: str) -> bool:
-        return time.monotonic() - self._seen.get(name, _MISSING) < _KNOWN_S
+    def _was_there(self, name: str, n_behind: int) -> bool:
+        at, n_then = self._seen.get(name, _MISSING)
+        return n_then == n_behind and time.monotonic() - at < _KNOWN_S
 
-    def _note(self, name: str, at: float) -> None:
+    def _note(self, name: str, at: float, n_behind: int) -> None:
         self._seen.pop(name, None)
-        self._seen[name] = at
+        self._seen[name] = at, n_behind
         if len(self._seen) > _MOST_KNOWN:
             self._seen.popitem(last=False)
 
@@ -267,7 +286,7 @@ class SharedCaches:
         except BucketAway:  # what has come is of use
             return 0
         if content is None:
-            self._note(name, _MISSING)
+            self._note(name, *_MISSING)
             return 0
         self.read_bytes += len(content)
         staged = writer.stage([content])
@@ -276,7 +295,7 @@ class SharedCaches:
         except Damaged as damage:
             _log.warning("%s in the shared store %s, and is removed", name, damage)
             self._parts.files.remove(staged)
-            self._note(name, _MISSING)
+            self._note(name, *_MISSING)
             with suppress(BucketAway):
                 self._bucket.remove([name])
             return 0
@@ -304,11 +323,20 @@ def _has_snapshots(layout: str | None) -> bool:
 
 
 def remove_caches(bucket: Bucket, agent_id: str) -> None:
-    """Remove the list of an agent that was forgotten, and its own files. Its blocks, which others may use, go with
-    `memory gc`. Raises `BucketAway`."""
+    """Remove the list of an agent that was forgotten, its own files, and its checkpoints that have tokens behind their
+    blocks. The blocks, which others may use, go with `memory gc`. Raises `BucketAway`."""
     if names := _listed(bucket, agent_id):
         key = key_of(agent_id).hex()
-        bucket.remove([manifest_name(key), *(name for name in names if name.startswith(pieces_prefix(key)))])
+        ends = (x for x in names if x.endswith("-checkpoint.safetensors") and _tokens_behind(bucket, x))
+        own = (x for x in names if x.startswith(pieces_prefix(key)))
+        bucket.remove([manifest_name(key), *own, *ends])
+
+
+def _tokens_behind(bucket: Bucket, name: str) -> tuple[int, ...] | None:
+    """Of a checkpoint there, the tokens behind its block; ``None``: it is not there, or damaged. Raises
+    `BucketAway`."""
+    place = place_in(BytesIO(bucket.get(name, first=_HEADER_BYTES) or b""))
+    return None if place is None else place[1]
 
 
 def _listed(bucket: Bucket, agent_id: str) -> list[str]:
