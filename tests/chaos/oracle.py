@@ -8,7 +8,7 @@ from typing import Protocol
 
 from tests.chaos.plan import PlannedJob
 
-from stoker_worker.memory.blocks import common_length
+from stoker_worker.ports.memory import common_length
 
 END = 256  # the scripted engine's end-of-sequence token
 

@@ -6,6 +6,9 @@ from dataclasses import replace
 import pytest
 from tests.worker.engine.layouts import Layout, random_ids, run, work
 
+from stoker_worker.engine.scheduler import cuts_for
+from stoker_worker.engine.sequence import EndIds, Sequence
+
 pytestmark = pytest.mark.mlx
 
 SYSTEM = 300
@@ -113,3 +116,14 @@ def test_prompts_of_a_model_that_cannot_be_cut_prefill_one_beginning_once(cut_no
 
 def test_sequences_that_wait_for_a_state_go_on_without_it_when_the_first_is_cancelled(cut_nowhere):
     assert_go_on_without_the_first(cut_nowhere)
+
+
+def test_a_prefill_stops_for_no_prompt_that_begins_otherwise():
+    rng = random.Random(7)
+    first, second, *others = [
+        Sequence(uid, replace(one, checkpoints_at=(SYSTEM,)), None, None, EndIds())  # type: ignore[arg-type]
+        for uid, one in enumerate([*crowd(rng, n=2), *(crowd(rng, n=1)[0] for _ in range(9))])
+    ]
+    for at, other in enumerate(others):
+        other.work = replace(other.work, checkpoints_at=(SYSTEM - at - 1,))
+    assert cuts_for([second, *others], first) == {SYSTEM}

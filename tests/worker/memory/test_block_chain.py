@@ -5,8 +5,9 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker_worker.memory.blocks import BlockChain, common_length
+from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS
+from stoker_worker.ports.memory import common_length
 
 token_lists = st.lists(st.integers(0, 3), max_size=700).map(tuple)
 

@@ -32,11 +32,12 @@ from tests.worker.memory.faulty_files import FullFiles
 from stoker_shared.agents import AgentRequest
 from stoker_worker.memory import cache_index, transcripts
 from stoker_worker.memory.agent_changes import forget_agent, fork_agent
-from stoker_worker.memory.blocks import BlockChain, common_length
+from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.memory.store_parts import opened
 from stoker_worker.ports import Delivery, LoadedModel
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS
+from stoker_worker.ports.memory import common_length
 
 DEEP = int(os.environ.get("DEEP", "0"))
 """How many runs of up to 100 operations, instead of what the suite does."""

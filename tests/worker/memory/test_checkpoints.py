@@ -29,8 +29,10 @@ from tests.worker.memory.test_damage import DAMAGES
 
 from stoker_shared.agents import AgentRequest
 from stoker_worker.memory.admin.backup import back_up, restore
+from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.memory.checkpoints import LEAST_APART, MOST_REGULAR, checkpoint_places
 from stoker_worker.memory.eviction import CHECKPOINT_SHARE
+from stoker_worker.memory.lookup import AgentBlocks, BlockLookup, find_prefix
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import Delivery, LoadedModel
 from stoker_worker.ports.cache_spec import ArraySpec, LayerKind, LayerSpec, ModelCacheSpec
@@ -115,6 +117,7 @@ def test_a_prompt_that_leaves_within_the_end_of_a_system_prompt_does_not_use_it(
     assert [any_team("x").cached(one) for one in (other, prompt(2))] == ([605, N] if is_plain else [N, N])
     any_team("second", system_tokens=600).say(prompt(2))
     assert [any_team("x").cached(one) for one in (other, prompt(3))] == ([N, 600] if is_plain else [N, N])
+    assert left_by(any_team("third", system_tokens=600), prompt(3)) == []  # its state would be thrown away
     assert len(checkpoint_files(tmp_path)) == 1
     assert problems_of(any_team("x").store) == []
 
@@ -178,14 +181,18 @@ def test_the_end_of_a_turn_serves_other_agents_that_go_on_alike(team: Team) -> N
 @pytest.mark.parametrize("n_system", [0, 600])
 def test_jobs_without_an_agent_and_sessions_have_checkpoints_too(any_team: Team, n_system: int) -> None:
     store, model = any_team("x").store, any_team("x").model
-    cached = []
-    for seed in range(3):
+
+    def job(seed: int) -> int:
         restored = store.restore(prompt(seed), agent=None, model=model, salt=None, system_tokens=n_system)
-        cached.append(restored.prefix.n_tokens if restored.prefix else 0)
         if restored.to_share:
             cache = sequence_cache(prompt(seed), [], restored.checkpoints_at, model)
             store.save_blocks(prompt(seed)[: restored.to_share], cache, model=model, salt=None)
-    assert cached == [0, 0, n_system or N]
+        return restored.prefix.n_tokens if restored.prefix else 0
+
+    assert [job(seed) for seed in range(3)] == [0, 0, n_system or N]
+    for path in checkpoint_files(store.parts.path):
+        path.unlink()
+    assert [job(seed) for seed in range(3, 5)] == [0 if model.spec.snapshot_layers else N, n_system or N]
     assert call_of_session(store, prompt(5), model=model)[0] == (n_system or N)
     assert problems_of(store) == []
 
@@ -244,6 +251,28 @@ def test_a_damaged_checkpoint_is_a_miss_with_a_name_and_is_written_again(
     assert problems_of(store) == []
 
 
+def test_a_checkpoint_that_is_replaced_during_a_lookup_stays_and_a_damaged_block_is_named_once(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    path_of, chain = store.parts.blocks.path_of, BlockChain(MODEL.fingerprint, None, prompt(2))
+    Agent(store, "first", MODEL, system_tokens=600).say(prompt(1))
+    (path,) = checkpoint_files(tmp_path)
+    before = path.read_bytes()
+    Agent(store, "other", MODEL, system_tokens=605).say((*SYSTEM[:590], *ids(100, seed=3)))
+    after = path.read_bytes()
+    path.write_bytes(before)
+    lookup = BlockLookup(chain, len(chain.token_ids) - 1, SPEC, AgentBlocks(), path_of, 1)
+
+    def replacing() -> None:
+        path.write_bytes(after)
+
+    found = find_prefix(replace(lookup, before_each=replacing))
+    assert (found.cache.n_tokens, found.faults) == (N, ())
+    path.write_bytes(before)
+    DAMAGES["data"](chain.paths(path_of)[1])
+    found = find_prefix(lookup)
+    assert (found.cache.n_tokens, [one.kind for one in found.faults]) == (256, ["block"])
+
+
 def test_the_index_of_checkpoints_is_made_anew_from_conversations(any_team: Team, tmp_path: Path) -> None:
     agent = any_team("first", system_tokens=600)
     agent.say(prompt(1))
@@ -252,8 +281,8 @@ def test_the_index_of_checkpoints_is_made_anew_from_conversations(any_team: Team
     restore(tmp_path, tmp_path / "copy")
     with closing(open_store(tmp_path)) as store:
         with store.parts.database.snapshot() as connection:
-            known = connection.execute("SELECT count(*) FROM blocks WHERE checkpoint_bytes > 0").fetchone()
-        assert known == (1,)
+            known = connection.execute("SELECT checkpoint_saves FROM blocks WHERE checkpoint_bytes > 0").fetchall()
+        assert known == [(N if agent.model.spec.snapshot_layers else 256,)]
         assert Agent(store, "second", agent.model).cached(prompt(2)) == 600
         assert problems_of(store) == []
 
@@ -296,6 +325,7 @@ def test_regular_checkpoints_are_few_and_take_half_of_the_bytes_of_the_blocks_at
     assert those(SPEC, n_restored=0) == those(SPEC, n_restored=600, system_tokens=600) == ()
     assert those(SPEC, n_restored=512, system_tokens=600) == (600,)
     assert those(HYBRID.spec, n_restored=0, system_tokens=600) == (512, 600)
+    assert those(HYBRID.spec, n_restored=512, system_tokens=600) == ()
     for spec in (SPEC, HYBRID.spec):
         assert checkpoint_places(spec, n_prompt=1000, n_restored=0, system_tokens=255) == ()
     assert checkpoint_places(SPEC, n_prompt=1000, n_restored=0, system_tokens=512) == ()

@@ -29,9 +29,9 @@ from tests.worker.memory.agents import (
 )
 from tests.worker.memory.test_damage import DAMAGES
 
-from stoker_worker.memory.blocks import common_length
 from stoker_worker.ports import SequenceCache
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec
+from stoker_worker.ports.memory import common_length
 
 LONG = ids(1000)
 ANSWER = ids(60, seed=1)

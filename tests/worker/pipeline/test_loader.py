@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from tests.support.in_memory.queue import InMemoryQueue
+from tests.worker.memory.agents import sequence_cache
 from tests.worker.pipeline.stages import (
     MODEL,
     TIMEOUT_S,
@@ -23,7 +24,6 @@ from stoker_shared.errors import (
     InvalidRequest,
     WorkerLostTooOften,
 )
-from stoker_worker.memory.blocks import common_length
 from stoker_worker.pipeline.job import (
     NOTHING_RESTORED,
     Cancelled,
@@ -36,6 +36,7 @@ from stoker_worker.pipeline.job import (
 )
 from stoker_worker.pipeline.loader import Loader
 from stoker_worker.ports import Busy, LastVersion, Restored, Transcript, Turn
+from stoker_worker.ports.memory import common_length
 from stoker_worker.ports.model import RequestDefaults
 
 
@@ -290,9 +291,19 @@ def test_the_store_hears_where_the_system_prompt_ends_with_every_model(
         messages = [{"role": "system", "content": "Rhyme."}, {"role": "user", "content": text}]
         scene.put(text, prompt=None, messages=messages)
     scene.loader.start()
-    prompts = [scene.engine.next().prompt.ids for _ in range(2)]
+    jobs = [scene.engine.next() for _ in range(2)]
     assert not MODEL.spec.snapshot_layers
-    assert asked == [common_length(*prompts)] * 2 != [0, 0]
+    assert asked == [common_length(*(job.prompt.ids for job in jobs))] * 2 != [0, 0]
+    # Whoever goes on behind all that is cached of it is past its system prompt.
+    job, prompt = jobs[1], jobs[1].prompt
+    said = Transcript(prompt.ids, MODEL.tokenizer_fingerprint, prompt.messages, None, "eos")
+    cache = sequence_cache(prompt.ids, [], [], MODEL)
+    scene.store.save(Turn(scene.store.open_agent("two"), job.claimed.delivery, said, MODEL, None, cache, {}))
+    answered = [*messages, {"role": "assistant", "content": "2"}, {"role": "user", "content": "three"}]
+    for given in (answered, [{"role": "system", "content": "Sing."}, *messages[1:]]):
+        scene.put("two", job_id=given[0]["content"], prompt=None, messages=given)
+        scene.engine.next()
+    assert [n > 0 for n in asked[2:]] == [False, True]
 
 
 def test_a_prompt_that_is_only_counted_goes_past_the_engine_and_the_agents_cache(

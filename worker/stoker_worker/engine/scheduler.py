@@ -21,6 +21,7 @@ from stoker_worker.engine.sequence import Sequence
 from stoker_worker.engine.step_limits import BatchWidth
 from stoker_worker.ports import Snapshot, Stage
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS
+from stoker_worker.ports.memory import common_length
 
 LEAST_TOKENS: Final = 64
 """Fewer tokens are prefilled sooner than they are waited for."""
@@ -99,32 +100,23 @@ def cuts_for(waiting: Iterable[Sequence], joining: Sequence) -> set[int]:
     """Where the prefill of `joining` stops for those that wait: where most tokens need not be prefilled again, and
     behind the last full block before it, where they are to leave checkpoints."""
     key, least = joining.work.shares, joining.n_cached + LEAST_TOKENS
-    alike = [other for other in waiting if key is not None and other.work.shares == key]
-    commons = [
-        n
-        for other in alike
-        if (n := _n_common(other, joining, LEAST_TOKENS)) >= max(least, other.n_cached + LEAST_TOKENS)
-    ]
+    others = (other for other in waiting if key is not None and other.work.shares == key)
+    alike = [(other, _n_common(other, joining, LEAST_TOKENS)) for other in others]
+    commons = [n for other, n in alike if n >= max(least, other.n_cached + LEAST_TOKENS)]
     saved = {n: (n - joining.n_cached) * sum(other >= n for other in commons) for n in commons}
     best = max(saved, key=lambda n: saved[n], default=0)
-    asked = {n for other in alike for n in other.work.checkpoints_at}
-    return ({best} | {n for n in asked if best // BLOCK_TOKENS * BLOCK_TOKENS <= n <= best}) - {0}
+    asked = {place for other, n in alike for place in other.work.checkpoints_at if place <= min(n, best)}
+    return ({best} | {n for n in asked if n >= best // BLOCK_TOKENS * BLOCK_TOKENS}) - {0}
 
 
 def _n_common(waiting: Sequence, other: Sequence, least: int) -> int:
     """Common tokens, without the last one of the other prompt, which is never prefilled, and without those that
-    `waiting` has to prefill itself; 0 if fewer than `least`.
-
-    By halves, because comparing slices is much faster than comparing tokens.
-    """
+    `waiting` has to prefill itself; 0 if fewer than `least`."""
     if (known := waiting.n_common.get(other.uid)) is None:
         ours, theirs = waiting.work.prompt_ids, other.work.prompt_ids
         same, most = 0, min(waiting.n_reusable, len(theirs) - 1)
         if most >= least and ours[least - 1] == theirs[least - 1] and ours[:least] == theirs[:least]:
-            same = least
-            while same < most:
-                middle = (same + most + 1) // 2
-                same, most = (middle, most) if ours[same:middle] == theirs[same:middle] else (same, middle - 1)
+            same = common_length(ours[:most], theirs[:most])
         known = waiting.n_common[other.uid] = same
     return known
 

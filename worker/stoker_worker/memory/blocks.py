@@ -126,20 +126,6 @@ def _next_address(parent: str, packed: bytes | memoryview) -> str:
     return hashlib.sha256(bytes.fromhex(parent) + packed).hexdigest()
 
 
-def common_length(left: Sequence[Any], right: Sequence[Any]) -> int:
-    """How many leading items two sequences of the same type share."""
-    low, high = 0, min(len(left), len(right))
-    if left[:high] == right[:high]:
-        return high
-    while low < high:  # left[:low] is shared, left[: high + 1] is not
-        middle = (low + high + 1) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
 PieceKind = Literal["block", "tail", "snapshot"]
 """``block``: a full block, shared by all agents of one salt. ``tail``: an agent's last, partial block, if the model has
 full attention alone. ``snapshot``: what is needed beside full blocks to go on after some tokens, an agent's own or a
@@ -218,7 +204,7 @@ def layout_of(spec: ModelCacheSpec, kind: PieceKind, n_tokens: int) -> CacheLayo
 
 
 def is_quantised(spec: ModelCacheSpec, kind: PieceKind) -> bool:
-    """Blocks may be; tails and snapshots are small, and replaced every turn."""
+    """Blocks may be; tails and snapshots are replaced every turn."""
     return kind == "block" and spec.store_dtype != "native"
 
 

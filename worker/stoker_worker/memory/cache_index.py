@@ -92,14 +92,17 @@ def add_blocks(connection: Connection, chain: BlockChain, sizes: Mapping[int, in
         note_unused(connection, chain.addresses[index], now=now)
 
 
-def add_checkpoints(connection: Connection, chain: BlockChain, sizes: Mapping[int, int], *, now: float) -> None:
+def add_checkpoints(
+    connection: Connection, chain: BlockChain, sizes: Mapping[int, int], *, can_be_cut: bool, now: float
+) -> None:
     """Enter checkpoints: allocated bytes by the index of their block in `chain`. One saves the tokens since the
-    checkpoint before it. Those that are known keep the number of their uses."""
+    checkpoint before it; where the blocks `can_be_cut`, only some behind its block. Those that are known keep the
+    number of their uses."""
     for index, n_bytes in sorted(sizes.items()):
         known = _bytes_of(connection, chain.addresses[index])
         if known is not None:  # else the block has been removed meanwhile, and its checkpoint is an orphan
             others = (n for n in range(index - 1, -1, -1) if (_bytes_of(connection, chain.addresses[n]) or (0, 0))[1])
-            saves = (index - next(others, -1)) * BLOCK_TOKENS
+            saves = BLOCK_TOKENS * (1 if can_be_cut else index - next(others, -1))
             sql = (
                 "UPDATE blocks SET checkpoint_bytes = ?, checkpoint_saves = ?, checkpoint_used = ?,"
                 " checkpoint_uses = CASE WHEN checkpoint_bytes > 0 THEN checkpoint_uses ELSE 0 END WHERE address = ?"

@@ -34,7 +34,6 @@ from stoker_worker.memory.blocks import (
     block_address,
     bytes_of,
     checkpoint_beside,
-    common_length,
     empty_layers,
     empty_states,
     read_place,
@@ -57,6 +56,7 @@ from stoker_worker.ports import (
     Snapshot,
 )
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ModelCacheSpec
+from stoker_worker.ports.memory import common_length
 
 _MOST_READERS: Final = 4
 """A few threads use up a memory's bandwidth."""
@@ -394,6 +394,8 @@ class PrefixLookup:
             ends=(n_there * BLOCK_TOKENS, n_shared * BLOCK_TOKENS),
             system_tokens=lookup.system_tokens,
         )
+        if lookup.agent is None and lookup.system_tokens in places and n_shared >= lookup.system_tokens // BLOCK_TOKENS:
+            restored = replace(restored, to_share=max(restored.to_share, lookup.system_tokens))
         return replace(restored, checkpoints_at=places)
 
     def _find(self, lookup: Lookup, n_shared: int) -> Restored:
@@ -404,13 +406,11 @@ class PrefixLookup:
                 own, other = self._blocks_of_session(lookup)
                 restored = self._from_ram(lookup, own, other) or self._from_disk(lookup, own, other)
                 # A prompt of whole blocks leaves out one token of its last block.
-                n_saved = (restored.prefix.n_tokens + 1) // BLOCK_TOKENS if restored.prefix else 0
+                n_tokens = restored.prefix.n_tokens if restored.prefix else 0
+                n_saved = (n_tokens + (n_tokens == lookup.limit)) // BLOCK_TOKENS
                 if n_saved:
                     self._notes.read(addresses[n_saved - 1])
-                # A system prompt that ends in the block behind them is shared as well.
-                n_tokens = lookup.system_tokens
-                to_share = n_tokens if n_tokens // BLOCK_TOKENS == n_shared else n_shared * BLOCK_TOKENS
-                return replace(restored, to_share=to_share if n_shared > n_saved else 0)
+                return replace(restored, to_share=n_shared * BLOCK_TOKENS if n_shared > n_saved else 0)
         own, other = self._own_blocks(lookup, agent)
         with self._budget.holds.using(agent.agent_id, addresses):
             in_ram = None if other else self._from_ram(lookup, own, None)
@@ -557,7 +557,10 @@ def find_prefix(lookup: BlockLookup) -> FoundOnDisk:
             continue
         if lookup.before_each is not None:
             lookup.before_each()
-        rest, states, fault = load_snapshot(place.path, lookup.prompt.up_to(n_tokens), spec)
+        chain = lookup.prompt.up_to(n_tokens)
+        rest, states, fault = load_snapshot(place.path, chain, spec)
+        if fault == "foreign" and place.block and (read_place(place.path) or ("", ()))[1] != chain.rest:
+            continue  # a save has replaced it since the look
         if fault is not None:
             faults.append(FaultyPiece(place.path, "checkpoint" if place.block else "snapshot", fault))
             continue
@@ -572,5 +575,9 @@ def find_prefix(lookup: BlockLookup) -> FoundOnDisk:
                 to_keys[:, n_before:], to_values[:, n_before:] = keys, values
             snapshots = (Snapshot(n_tokens, states),) if states else ()
             return FoundOnDisk(replace(cache, snapshots=snapshots), tuple(faults), place.block)
-    found = FoundOnDisk(SequenceCache(0, ())) if spec.snapshot_layers else lookup.run()
+    if spec.snapshot_layers:
+        return FoundOnDisk(SequenceCache(0, ()), tuple(faults))
+    if blocks is not None:
+        return FoundOnDisk(blocks.up_to(n_whole), tuple(faults))
+    found = lookup.run()
     return replace(found, faults=(*faults, *found.faults))

@@ -16,9 +16,10 @@ from typing import Final
 
 import numpy as np
 
-from stoker_worker.memory.blocks import BlockChain, common_length
+from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.ports import AgentVersion, Array, PlaceOf, SequenceCache
 from stoker_worker.ports.cache_spec import ModelCacheSpec
+from stoker_worker.ports.memory import common_length
 
 
 @dataclass(frozen=True)

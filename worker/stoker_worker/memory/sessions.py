@@ -17,7 +17,7 @@ from typing import Final
 
 from stoker_worker.memory import cache_index, transcripts
 from stoker_worker.memory.agent_changes import forget_agent
-from stoker_worker.memory.blocks import BlockChain, Places, common_length, read_place
+from stoker_worker.memory.blocks import BlockChain, Places, read_place
 from stoker_worker.memory.database import Connection, Damaged
 from stoker_worker.memory.eviction import DiskBudget
 from stoker_worker.memory.store_parts import StoreParts
@@ -25,6 +25,7 @@ from stoker_worker.memory.transcripts import AgentRow
 from stoker_worker.memory.turn_saver import LOG_BYTES, enter_saved, is_full, own_pieces
 from stoker_worker.ports import LoadedModel, SequenceCache
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS
+from stoker_worker.ports.memory import common_length
 
 MOST_CONVERSATIONS: Final = 16
 """Of one session, model and salt."""

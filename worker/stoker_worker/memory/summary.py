@@ -5,9 +5,9 @@ from datetime import UTC, datetime
 from typing import Literal, Self
 
 from stoker_worker.memory import cache_index
-from stoker_worker.memory.blocks import common_length
 from stoker_worker.memory.database import Connection
 from stoker_worker.memory.transcripts import AgentRow, AgentState, MadeBy, read_history
+from stoker_worker.ports.memory import common_length
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,9 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from stoker_shared.message import Message
-from stoker_worker.memory.blocks import common_length
 from stoker_worker.memory.database import Connection, Damaged, agent_checksum, count_bytes, key_of, row_checksum
 from stoker_worker.ports import AgentVersion, CachedPrefix, Delivery, EndedBy, Transcript
-from stoker_worker.ports.memory import StoredMessage, is_stored_alike
+from stoker_worker.ports.memory import StoredMessage, common_length, is_stored_alike
 
 FULL_EVERY: Final = 16
 

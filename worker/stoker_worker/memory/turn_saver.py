@@ -25,7 +25,6 @@ from stoker_worker.memory.blocks import (
     Pieces,
     Places,
     SavedBlocks,
-    common_length,
     fits,
     layout_of,
     state_fits,
@@ -46,6 +45,7 @@ from stoker_worker.memory.transcripts import (
 )
 from stoker_worker.ports import AgentVersion, CachedPrefix, Delivery, SequenceCache, Transcript, Turn
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ModelCacheSpec
+from stoker_worker.ports.memory import common_length
 
 
 def cached_chain(turn: Turn) -> BlockChain | None:
@@ -312,7 +312,8 @@ def enter_saved(
             found[n] = allocated_bytes(blocks.path_of(chain.model, chain.addresses[n]))
     sizes = {n: n_bytes for n, n_bytes in found.items() if n_bytes or not spec.full_layers}
     cache_index.add_blocks(connection, chain, sizes | dict(saved.blocks), now=now)
-    cache_index.add_checkpoints(connection, chain, saved.checkpoints, now=now)
+    cut = not spec.snapshot_layers
+    cache_index.add_checkpoints(connection, chain, saved.checkpoints, can_be_cut=cut, now=now)
 
 
 @dataclass(frozen=True)

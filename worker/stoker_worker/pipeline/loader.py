@@ -168,7 +168,7 @@ class Loader(threading.Thread):
 
     def _restore(self, job: Job, model: LoadedModel, tokenizer: TokenizerPort) -> None:
         request, reusable = job.request, reusable_ids(job.request, job.prompt)
-        n_system = self._systems.n_tokens(request, job.prompt, tokenizer)
+        n_system = 0 if _goes_on(job, model) else self._systems.n_tokens(request, job.prompt, tokenizer)
         began = time.perf_counter()
         job.restored = self._store.restore(
             reusable,
@@ -223,3 +223,11 @@ class Loader(threading.Thread):
             raise error
         log.warning("agent of job %s: %s", job.job_id, error)
         return usable
+
+
+def _goes_on(job: Job, model: LoadedModel) -> bool:
+    """True if the prompt begins with all that is cached of its agent, the system prompt included."""
+    cache, stored = (job.agent.cache, job.agent.transcript) if job.agent and not job.agent.evicted else (None, None)
+    if cache is None or stored is None or (cache.model, cache.salt) != (model.fingerprint, job.salt):
+        return False
+    return job.prompt.ids[: cache.tokens] == stored.token_ids[: cache.tokens]

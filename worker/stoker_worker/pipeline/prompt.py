@@ -23,10 +23,11 @@ from stoker_shared.errors import (
 from stoker_shared.message import Message
 from stoker_shared.request import GenerationRequest
 from stoker_worker.ports import AgentVersion, CompletedGeneration, LoadedModel, TokenizerPort, Transcript
-from stoker_worker.ports.memory import OwnMessage, continues
+from stoker_worker.ports.memory import OwnMessage, common_length, continues
 
 _SYSTEM_ROLES: Final = ("system", "developer")
-_MOST_SYSTEM_PROMPTS: Final = 16
+_MOST_SYSTEM_TOKENS: Final = 2**20
+"""Of all system prompts that are remembered; some 40 MB."""
 
 
 class Rendering:
@@ -168,6 +169,7 @@ class SystemPrompts:
 
     def __init__(self) -> None:
         self._ids: OrderedDict[str, tuple[int, ...]] = OrderedDict()
+        self._n_ids = 0
 
     def n_tokens(self, request: GenerationRequest, prompt: Prompt, tokenizer: TokenizerPort) -> int:
         """0 if the prompt has none, or if it cannot be told."""
@@ -181,12 +183,11 @@ class SystemPrompts:
             return 0
         if rendered not in self._ids:
             self._ids[rendered] = tuple(tokenizer.encode_rendered(rendered))
+            self._n_ids += len(self._ids[rendered])
         self._ids.move_to_end(rendered)
-        if len(self._ids) > _MOST_SYSTEM_PROMPTS:
-            self._ids.popitem(last=False)
-        return sum(
-            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self._ids[rendered], prompt.ids, strict=False))
-        )
+        while self._n_ids > _MOST_SYSTEM_TOKENS and len(self._ids) > 1:
+            self._n_ids -= len(self._ids.popitem(last=False)[1])
+        return common_length(self._ids[rendered], prompt.ids)
 
 
 def check_expectations(request: GenerationRequest, agent: AgentVersion) -> None:

@@ -55,6 +55,20 @@ def continues(sent: Message, stored: Message) -> bool:
     return sent.role == stored.role and (in_raw_form or sent.is_exactly(without))
 
 
+def common_length(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """How many leading items two sequences of the same type share."""
+    low, high = 0, min(len(left), len(right))
+    if left[:high] == right[:high]:
+        return high
+    while low < high:  # left[:low] is shared, left[: high + 1] is not
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 class AgentJobsPort(Protocol):
     """Jobs about an agent's memory. Finisher threads; never two jobs of one agent at once."""
 

@@ -146,7 +146,12 @@ def enter_blocks(connection: Connection, chain: BlockChain, blocks: BlockFolder,
         if n_bytes := allocated_bytes(checkpoint_beside(path)):
             checkpoints[index] = n_bytes
     cache_index.add_blocks(connection, chain, sizes, now=now)
-    cache_index.add_checkpoints(connection, chain, checkpoints, now=now)
+    cache_index.add_checkpoints(connection, chain, checkpoints, can_be_cut=not has_snapshots(layout), now=now)
+
+
+def has_snapshots(layout: str | None) -> bool:
+    """Whether a model of this cache layout has window or recurrent layers; ``None``: unknown."""
+    return any(kind in (layout or "") for kind in (LayerKind.WINDOW, LayerKind.RECURRENT))
 
 
 def _remove_others(pieces: PieceFolder, own: list[Path], transcript: Transcript, cache: CachedPrefix | None) -> None:

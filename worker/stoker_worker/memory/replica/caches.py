@@ -22,12 +22,17 @@ from typing import Final
 
 from stoker_shared.errors import StokerError
 from stoker_worker.memory import cache_index, transcripts
-from stoker_worker.memory.admin.cache_files import check_block, check_checkpoint, check_piece, enter_blocks
+from stoker_worker.memory.admin.cache_files import (
+    check_block,
+    check_checkpoint,
+    check_piece,
+    enter_blocks,
+    has_snapshots,
+)
 from stoker_worker.memory.blocks import (
     BlockChain,
     block_beside,
     checkpoint_beside,
-    common_length,
     place_in,
     read_place,
 )
@@ -41,6 +46,7 @@ from stoker_worker.memory.transcripts import FULL_EVERY
 from stoker_worker.memory.turn_saver import chain_of
 from stoker_worker.ports import AgentVersion, SharedUse
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, LayerKind
+from stoker_worker.ports.memory import common_length
 
 _log = logging.getLogger(__name__)
 
@@ -215,7 +221,7 @@ class SharedCaches:
         """The places of all checkpoints that its cache may have, in the order of the chain."""
         if version.cache is None or version.transcript is None:
             return {}
-        if not _has_snapshots(self._layout(version.cache.model)):
+        if not has_snapshots(self._layout(version.cache.model)):
             return {}
         chain = chain_of(version.cache, version.transcript.token_ids)
         paths = zip(chain.addresses, chain.paths(self._parts.blocks.path_of), strict=True)
@@ -234,7 +240,7 @@ class SharedCaches:
             return {}, {}
         layout = self._layout(version.cache.model)
         has_blocks = layout is None or LayerKind.FULL in layout
-        has_tail = not _has_snapshots(layout) and version.cache.tokens % BLOCK_TOKENS != 0
+        has_tail = not has_snapshots(layout) and version.cache.tokens % BLOCK_TOKENS != 0
         chain = chain_of(version.cache, version.transcript.token_ids)
         addresses = zip(chain.addresses, chain.paths(self._parts.blocks.path_of), strict=True)
         blocks: _Checks = {path: partial(check_block, model=chain.model, address=x) for x, path in addresses}
@@ -316,10 +322,6 @@ class SharedCaches:
 
     def _name_of(self, path: Path) -> str:
         return path.relative_to(self._parts.path).as_posix()
-
-
-def _has_snapshots(layout: str | None) -> bool:
-    return any(kind in (layout or "") for kind in (LayerKind.WINDOW, LayerKind.RECURRENT))
 
 
 def remove_caches(bucket: Bucket, agent_id: str) -> None:
