@@ -59,7 +59,8 @@ class TranscriptMismatch(RequestError):
 
 
 class PayloadRefused(RequestError):
-    """Not a JSON job of stoker's: a pickle, another function, or one with webhooks, callbacks or a rate limit."""
+    """Not a JSON job of stoker's: a pickle, another function, or one with webhooks, callbacks,
+    repeats or a rate limit."""
 
 
 class AgentMemoryError(StokerError):
