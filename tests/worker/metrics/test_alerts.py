@@ -22,11 +22,7 @@ def always(value, n=240):
 
 def worker(instance="a", **series):
     """The series of one healthy worker, by their names without the target's labels; or with these values instead."""
-    stable = {"ready": 1, "standby": 0, "build_info": 1, "redis_up": 1, "redis_aof_enabled": 1} | {
-        "redis_aof_last_write_status": 1,
-        "redis_rdb_last_bgsave_status": 1,
-        "redis_memory_max_bytes": 0,
-        "redis_memory_used_bytes": 10**6,
+    stable = {"ready": 1, "standby": 0, "build_info": 1, "redis_up": 1} | {
         "num_requests_waiting": 0,
         "store_free_bytes": 900 * GB,
         "store_disk_bytes": 1000 * GB,
@@ -42,6 +38,16 @@ def worker(instance="a", **series):
         f"{name.removesuffix('}')},{target}}}" if "{" in name else f"{name}{{{target}}}": text
         for name, text in values.items()
     }
+
+
+def server(**series):
+    """The series of a healthy Redis server, by redis_exporter; or with these values instead."""
+    stable = {"aof_enabled": 1, "aof_last_write_status": 1, "rdb_last_bgsave_status": 1} | {
+        "memory_max_bytes": 0,
+        "memory_used_bytes": 10**6,
+    }
+    values = {name: always(value) for name, value in stable.items()} | series
+    return worker() | {f'redis_{name}{{job="stoker-redis",instance="queue"}}': text for name, text in values.items()}
 
 
 def gone_after(n, instance="b"):
@@ -60,7 +66,7 @@ FAILED = 'jobs_ended_total{outcome="failed"}'
 FINISHED = 'jobs_ended_total{outcome="finished"}'
 
 SCENARIOS = {
-    "a healthy fleet": (worker() | worker("b"), {"1m": "", "30m": "", "60m": ""}),
+    "a healthy fleet": (server() | worker("b"), {"1m": "", "30m": "", "60m": ""}),
     "a target that never was a worker": (
         worker() | {'up{job="stoker",instance="b"}': always(0), 'up{job="node",instance="c"}': always(0)},
         {"30m": ""},
@@ -156,16 +162,16 @@ SCENARIOS = {
         {"14m": "", "25m": ""},
     ),
     "Redis is nearly full": (
-        worker(redis_memory_used_bytes=f"{always(95, 60)} {always(50)}", redis_memory_max_bytes=always(100, 300)),
+        server(memory_used_bytes=f"{always(95, 60)} {always(50)}", memory_max_bytes=always(100, 300)),
         {"4m": "", "6m": "StokerRedisNearlyFull", "31m": ""},
     ),
-    "Redis keeps nothing": (worker(redis_aof_enabled=always(0)), {"16m": "StokerRedisForgets"}),
+    "Redis keeps nothing": (server(aof_enabled=always(0)), {"16m": "StokerRedisForgets"}),
     "Redis cannot write its append-only file": (
-        worker(redis_aof_last_write_status=f"{always(0, 20)} {always(1)}"),
+        server(aof_last_write_status=f"{always(0, 20)} {always(1)}"),
         {"3m": "StokerRedisCannotSave", "11m": ""},
     ),
     "Redis cannot write its snapshot": (
-        worker(redis_rdb_last_bgsave_status=f"{always(0, 20)} {always(1)}"),
+        server(rdb_last_bgsave_status=f"{always(0, 20)} {always(1)}"),
         {"3m": "StokerRedisCannotSave", "11m": ""},
     ),
     "the engine is stuck": (

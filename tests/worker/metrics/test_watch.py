@@ -14,8 +14,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from stoker_shared.errors import RedisUnavailable
-from stoker_worker.metrics.watch import REDIS_SERVER, Look, Watch, exposition
-from stoker_worker.ports import DataLoss, QueueDepth, RedisUse, Serving, SharedUse, StoreUse, WorkerState
+from stoker_worker.metrics.watch import Look, Watch, exposition
+from stoker_worker.ports import DataLoss, QueueDepth, Serving, SharedUse, StoreUse, WorkerState
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCKER, PAGE = ROOT / "docker", ROOT / "docs" / "metrics.md"
@@ -24,7 +24,7 @@ SERVING = Serving("m", 4096, "in rows", 8, "given")
 STORE = StoreUse(100, 1000, 2**30, 2**31, 10, 50)
 SHARED = SharedUse(0.0, 7, 8)
 WAITING = QueueDepth("generate", 3, 1.5)
-REDIS = RedisUse({"misspelt": 2}, dict.fromkeys(REDIS_SERVER, 1.0))
+WITHOUT_WORKER = {"misspelt": 2}
 
 
 class KV:
@@ -54,13 +54,13 @@ def everything():
     watch = Watch()
     watch.metrics.failed(ValueError())
     watch.metrics.answered({"cache": {"miss_reason": "evicted"}})
-    return families(watch, Look(state(), STORE, [WAITING], REDIS, shared=SHARED))
+    return families(watch, Look(state(), STORE, [WAITING], WITHOUT_WORKER, shared=SHARED))
 
 
 def test_the_figures_of_a_worker_are_shown():
     watch = Watch()
     watch.metrics.answered({})
-    samples = parsed(watch, Look(state(), STORE, [WAITING], REDIS, shared=SHARED))
+    samples = parsed(watch, Look(state(), STORE, [WAITING], WITHOUT_WORKER, shared=SHARED))
     assert samples["stoker_num_requests_running",] == 3
     assert samples["stoker_batch_occupancy_ratio",] == 3 / 8
     assert samples["stoker_num_requests_waiting", "generate"] == 3
@@ -91,6 +91,8 @@ def test_the_dashboard_and_the_alerts_use_metrics_and_labels_that_exist(everythi
         for label, value in (sample.labels | {"instance": ""}).items():
             labels[sample.name][label].add(value)
     for expression in expressions():
+        if re.match(r"redis_(memory|aof|rdb)_", expression):  # redis_exporter's
+            continue
         used = re.findall(r"((?:stoker|process)_\w+)(?:\{(.*?)\})?", expression)
         assert used, expression
         for name, matchers in used:
@@ -140,17 +142,16 @@ def test_free_bytes_are_at_most_5_s_old(monkeypatch):
     assert seen == [5, 5, 4, 4, 3]
 
 
-def test_redis_is_asked_for_its_figures_only_while_it_answers():
+def test_queues_without_a_worker_are_shown_only_while_redis_answers():
     def refuse():
         raise RedisUnavailable("Redis is away")
 
     watch = Watch()
-    watch.queues, watch.redis = list, lambda: REDIS
-    assert watch.look().redis is REDIS
-    watch.queues = refuse
-    assert watch.look().redis is None
-    watch.queues, watch.redis = list, refuse
-    assert watch.look().redis is None
+    watch.queues, watch.without_worker = list, lambda: WITHOUT_WORKER
+    assert parsed(watch, watch.look())["stoker_num_requests_without_worker", "misspelt"] == 2
+    for watch.queues, watch.without_worker in ((refuse, lambda: WITHOUT_WORKER), (list, refuse)):
+        assert not watch.look().is_redis_up
+        assert not watch.look().without_worker
 
 
 @pytest.mark.parametrize(

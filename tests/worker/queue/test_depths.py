@@ -1,4 +1,4 @@
-"""A scrape's look at Redis: the queues that no live worker listens to, and the server's memory and files."""
+"""A scrape's look at Redis: the queues that no live worker listens to."""
 
 import pytest
 
@@ -15,12 +15,12 @@ def test_jobs_wait_without_a_worker_until_one_listens_and_again_once_it_was_kill
     connection.rpush(b"rq:queue:\xff", "c")
     connection.sadd("rq:queues", "rq:queue:misspelt", b"rq:queue:\xff", "rq:queue:empty")
     submit("x")
-    assert depths.server().waiting_without_worker == {"generate": 1, "misspelt": 2, "\ufffd": 1}
+    assert depths.without_worker() == {"generate": 1, "misspelt": 2, "\ufffd": 1}
     join("one")
-    assert depths.server().waiting_without_worker == {"misspelt": 2, "\ufffd": 1}
+    assert depths.without_worker() == {"misspelt": 2, "\ufffd": 1}
     [worker] = connection.smembers("rq:workers:generate")
     connection.delete(worker)  # as its time to live does after a kill
-    assert "generate" in depths.server().waiting_without_worker
+    assert "generate" in depths.without_worker()
 
 
 def test_only_the_100_queues_with_most_jobs_become_series(depths, connection):
@@ -28,7 +28,7 @@ def test_only_the_100_queues_with_most_jobs_become_series(depths, connection):
         for n in range(150):
             pipeline.rpush(f"rq:queue:q{n}", *range(n + 1)).sadd("rq:queues", f"rq:queue:q{n}")
         pipeline.execute()
-    found = depths.server().waiting_without_worker
+    found = depths.without_worker()
     assert len(found) == 100
     assert min(found.values()) == 51
 
@@ -38,16 +38,7 @@ def test_a_queue_or_a_set_of_workers_of_another_type_is_left_out(depths, connect
     connection.rpush("rq:queue:odder", "a")
     connection.set("rq:workers:odder", "x")
     connection.sadd("rq:queues", "rq:queue:odd", "rq:queue:odder", "foreign")
-    assert depths.server().waiting_without_worker == {}
+    assert depths.without_worker() == {}
     connection.delete("rq:queues")
     connection.set("rq:queues", "x")
-    assert depths.server().waiting_without_worker == {}
-
-
-def test_the_figures_are_those_of_the_servers_info(depths, connection):
-    figures = depths.server().figures
-    assert figures["redis_memory_used_bytes"] > 100_000
-    assert figures["redis_memory_max_bytes"] == 0
-    assert figures["redis_aof_enabled"] in (0, 1)
-    assert figures["redis_aof_last_write_status"] == figures["redis_rdb_last_bgsave_status"] == 1
-    assert figures["redis_rdb_last_save_timestamp_seconds"] > 1.7e9
+    assert depths.without_worker() == {}

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import PackageNotFoundError, version
@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector
 from stoker_shared.errors import RedisUnavailable
 from stoker_shared.http_guard import LimitedHead, LimitedThreads, host_name, is_private_name
 from stoker_worker.metrics.counters import Metrics, Rates
-from stoker_worker.ports import KVMemory, QueueDepth, RedisUse, Serving, SharedUse, StoreUse, WorkerState
+from stoker_worker.ports import KVMemory, QueueDepth, Serving, SharedUse, StoreUse, WorkerState
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Look:
     """
     Attributes:
         store, queues: or the error that came instead; ``None`` while the worker has not got that far.
-        redis: ``None`` as well while the server is away.
+        without_worker: jobs by queue, of queues that no live worker listens to; empty while the server is away.
         is_standing_by: it waits for another worker's name or store.
         started_at: when the worker was started, in Unix time.
         shared: of the shared store, if there is one.
@@ -53,7 +53,7 @@ class Look:
     state: WorkerState
     store: StoreUse | OSError | None
     queues: list[QueueDepth] | RedisUnavailable | None
-    redis: RedisUse | None = None
+    without_worker: Mapping[str, int] = field(default_factory=dict)
     is_standing_by: bool = False
     started_at: float = 0.0
     shared: SharedUse | None = None
@@ -89,16 +89,6 @@ class Look:
 
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
-
-REDIS_SERVER = {
-    "redis_memory_used_bytes": "Memory that the Redis server uses for its data.",
-    "redis_memory_max_bytes": "Its limit (maxmemory); 0: none.",
-    "redis_aof_enabled": "1 if it keeps an append-only file.",
-    "redis_aof_last_write_status": "1 if its last write to that file succeeded.",
-    "redis_rdb_last_bgsave_status": "1 if its last snapshot succeeded.",
-    "redis_rdb_last_save_timestamp_seconds": "When it took its last snapshot, in Unix time.",
-}
-"""From the server's INFO, as far as it has them; the names are those of Prometheus' redis_exporter."""
 
 
 def exposition(metrics: Metrics, look: Look, *, tokens_per_s: float, is_ready: bool) -> bytes:
@@ -136,8 +126,6 @@ class _Shown(Collector):
         if look.shared is not None:
             yield from _shared_store(look.shared)
         yield from self._redis()
-        if look.redis is not None:
-            yield from _redis_server(look.redis)
 
     def _jobs(self) -> Iterator[Metric]:
         state, queues = self._look.state, self._look.queues
@@ -154,6 +142,11 @@ class _Shown(Collector):
             state.step_age_s,
         )  # fmt: skip
         if isinstance(queues, list):
+            yield _gauges(
+                "num_requests_without_worker",
+                "Jobs that wait in queues of this Redis server that no live worker listens to: the 100 queues with "
+                "most.", "queue", self._look.without_worker,
+            )  # fmt: skip
             yield _gauges(
                 "num_requests_waiting", "Jobs that wait in the queue.", "queue", {q.name: q.waiting for q in queues}
             )
@@ -207,18 +200,6 @@ def _shared_store(shared: SharedUse) -> Iterator[Metric]:
     yield _counter("shared_store_read_bytes", "Bytes of caches read from the shared store.", shared.read_bytes)
 
 
-def _redis_server(redis: RedisUse) -> Iterator[Metric]:
-    yield _gauges(
-        "num_requests_without_worker",
-        "Jobs that wait in queues of this Redis server that no live worker listens to: the 100 queues with most.",
-        "queue",
-        redis.waiting_without_worker,
-    )
-    for name, text in REDIS_SERVER.items():
-        if (value := redis.figures.get(name)) is not None:
-            yield _gauge(name, text, value)
-
-
 def _gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(f"stoker_{name}", text, value)
 
@@ -258,7 +239,7 @@ class Watch:
     Attributes:
         metrics: for the stages.
         is_standby: it waits while another worker has its name or store.
-        state, store, queues, redis: where to look; set as these parts of the worker are made.
+        state, store, queues, without_worker: where to look; set as these parts of the worker are made.
         shared_store: without I/O; the heartbeat looks there.
     """
 
@@ -268,7 +249,7 @@ class Watch:
         self.state: Callable[[], WorkerState] = WorkerState
         self.store: Callable[[], StoreUse] | None = None
         self.queues: Callable[[], list[QueueDepth]] | None = None
-        self.redis: Callable[[], RedisUse] | None = None
+        self.without_worker: Callable[[], Mapping[str, int]] = dict
         self.shared_store: Callable[[], SharedUse | None] = lambda: None
         self._rates = Rates(self.metrics)
         self._lock = threading.Lock()
@@ -281,22 +262,16 @@ class Watch:
         return self._rates.now(self.state(), self.shared_store())
 
     def look(self) -> Look:
-        queues = self._queues()
-        redis = self._redis() if isinstance(queues, list) else None
+        queues, without_worker = self._queues()
         is_standing_by = self.is_standby and queues is None
-        return Look(self.state(), self._store(), queues, redis, is_standing_by, self._started_at, self.shared_store())
+        about = (without_worker, is_standing_by, self._started_at, self.shared_store())
+        return Look(self.state(), self._store(), queues, *about)
 
-    def _queues(self) -> list[QueueDepth] | RedisUnavailable | None:
+    def _queues(self) -> tuple[list[QueueDepth] | RedisUnavailable | None, Mapping[str, int]]:
         try:
-            return None if self.queues is None else self.queues()
+            return (None, {}) if self.queues is None else (self.queues(), self.without_worker())
         except RedisUnavailable as error:
-            return error
-
-    def _redis(self) -> RedisUse | None:
-        try:
-            return None if self.redis is None else self.redis()
-        except RedisUnavailable:  # since the look at the queues
-            return None
+            return error, {}
 
     def _store(self) -> StoreUse | OSError | None:
         with self._lock:

@@ -36,7 +36,7 @@ from stoker_worker.ports.memory import (
     Transcript,
     Turn,
 )
-from stoker_worker.ports.metrics import NOT_COUNTED, MetricsPort, QueueDepth, RedisUse, SharedUse, StoreUse, WorkerState
+from stoker_worker.ports.metrics import NOT_COUNTED, MetricsPort, QueueDepth, SharedUse, StoreUse, WorkerState
 from stoker_worker.ports.model import PLAIN_TEXT, AnswerFormat, LoadedModel, MaxBatch, ModelProviderPort, TokenizerPort
 from stoker_worker.ports.queue import (
     NOTHING_LOST,

@@ -134,17 +134,3 @@ class QueueDepth:
     name: str
     waiting: int
     oldest_wait_s: float
-
-
-@dataclass(frozen=True)
-class RedisUse:
-    """The Redis server, and the queues in it that no live worker listens to.
-
-    Attributes:
-        waiting_without_worker: jobs by queue, without empty queues; the 100 queues with most jobs.
-        figures: of the server's INFO, by the names that Prometheus' redis_exporter gives them; without those that the
-            server does not tell.
-    """
-
-    waiting_without_worker: Mapping[str, int]
-    figures: Mapping[str, float]

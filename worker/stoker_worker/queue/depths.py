@@ -1,21 +1,21 @@
-"""How many jobs wait in each queue, and for how long; and how the server is. Any thread; reads only.
+"""How many jobs wait in each queue, for how long, and in which of them for no worker. Any thread; reads only.
 
 Owns a connection of its own with a short time limit: a request for metrics delays neither the fetcher nor the
 heartbeat, and a server that hangs is not waited for.
 """
 
-from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Final
+from typing import Final, cast
 
 from redis import Redis
+from redis.exceptions import ResponseError
 from rq.job import Job
 from rq.queue import Queue
 from rq.utils import utcparse
 from rq.worker_registration import REDIS_WORKER_KEYS
 
-from stoker_worker.ports import QueueDepth, RedisUse
+from stoker_worker.ports import QueueDepth
 from stoker_worker.queue.client import as_redis_unavailable
 from stoker_worker.queue.json_job import raw, text
 
@@ -62,55 +62,35 @@ class QueueDepths:
         ]
 
     @as_redis_unavailable()
-    def server(self) -> RedisUse:
-        """The server's memory and files, and the jobs that no worker will take, in three round trips.
+    def without_worker(self) -> dict[str, int]:
+        """The jobs by queue that no live worker will take, in three round trips: the 100 queues with most, of the whole
+        server.
 
         Raises:
             RedisUnavailable: the server is away.
         """
+        keys: set[bytes] = set()
+        with suppress(ResponseError):  # anybody may have put another type there
+            keys = cast(set[bytes], self._connection.smembers(Queue.redis_queues_keys))
+        queues = [key.removeprefix(_QUEUE) for key in keys]
         with self._connection.pipeline(transaction=False) as pipeline:
-            pipeline.info("memory")
-            pipeline.info("persistence")
-            pipeline.smembers(Queue.redis_queues_keys)
-            *sections, keys = pipeline.execute(raise_on_error=False)
-            queues = [key.removeprefix(_QUEUE) for key in keys] if isinstance(keys, set) else []
             for queue in queues:
                 pipeline.llen(_QUEUE + queue)
                 pipeline.smembers(_WORKERS + queue)
             replies = pipeline.execute(raise_on_error=False)
-            waiting = {
-                queue: (n_jobs, workers)
+            waiting = [
+                (n_jobs, queue.decode(errors="replace"), workers)
                 for queue, n_jobs, workers in zip(queues, replies[::2], replies[1::2], strict=True)
                 if isinstance(n_jobs, int) and n_jobs and isinstance(workers, set)
-            }
-            for _, workers in waiting.values():
+            ]
+            for _, _, workers in waiting:
                 pipeline.exists(_WORKERS, *workers)  # a killed worker is still in the set, but its own key has expired
             alive = pipeline.execute(raise_on_error=False)
-        unheard = [
-            (n_jobs, queue.decode(errors="replace"))
-            for (queue, (n_jobs, _)), n_alive in zip(waiting.items(), alive, strict=True)
-            if n_alive == 0
-        ]
-        info = {field: value for section in sections if isinstance(section, dict) for field, value in section.items()}
-        return RedisUse({name: n_jobs for n_jobs, name in sorted(unheard)[-_MOST_QUEUES:]}, _figures(info))
+        unheard = sorted((n_jobs, queue) for (n_jobs, queue, _), n in zip(waiting, alive, strict=True) if n == 0)
+        return {queue: n_jobs for n_jobs, queue in unheard[-_MOST_QUEUES:]}
 
     def close(self) -> None:
         self._connection.close()
-
-
-def _figures(info: Mapping[str, object]) -> dict[str, float]:
-    """By the names of `RedisUse.figures`."""
-    fields = {
-        "redis_memory_used_bytes": "used_memory",
-        "redis_memory_max_bytes": "maxmemory",
-        "redis_aof_enabled": "aof_enabled",
-        "redis_aof_last_write_status": "aof_last_write_status",
-        "redis_rdb_last_bgsave_status": "rdb_last_bgsave_status",
-        "redis_rdb_last_save_timestamp_seconds": "rdb_last_save_time",
-    }
-    values = {name: info.get(field) for name, field in fields.items()}
-    found = {name: value == "ok" if isinstance(value, str) else value for name, value in values.items()}
-    return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
 
 
 def _wait_s(enqueued_at: object, now: datetime) -> float:

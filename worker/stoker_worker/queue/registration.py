@@ -24,7 +24,6 @@ from rq.worker import BaseWorker
 from rq.worker.base import WorkerStatus
 
 from stoker_shared.wire import WORKER_KEY
-from stoker_worker.periodic import Periodic
 from stoker_worker.ports import Serving
 from stoker_worker.process_identity import ProcessIdentity
 from stoker_worker.queue.client import lua, shut_down
@@ -35,7 +34,6 @@ log = logging.getLogger(__name__)
 
 NAME_PREFIX = "stoker-"
 _SUFFIX: Final = re.compile(r"-[0-9a-f]{8}$")
-_SAYS_IGNORED_S: Final = 60.0
 _MOST_SHOWN: Final = 100
 _LAST_WAIT_S: Final = 2.0  # longer than a try to connect that `shut_down` has shortened
 
@@ -97,7 +95,6 @@ class RqRegistration(BaseWorker):
         self.log = logging.getLogger("stoker_worker.rq")
         self.on_shutdown: Callable[[], None] | None = None
         self._counting = threading.Lock()
-        self._says_ignored = Periodic(_SAYS_IGNORED_S)
         self.is_leaving = False
 
     def sign_on(self) -> None:
@@ -184,18 +181,13 @@ class RqRegistration(BaseWorker):
             payload = parse_payload(message)
             command = payload.get("command")
         except Exception as error:  # any client may publish anything
-            self._ignore(type(error).__name__)
-            return
+            payload, command = {}, type(error).__name__
         if command == "shutdown" and self.on_shutdown is not None:
             self.on_shutdown()
         elif command in ("stop-job", "stop-execution"):  # a job has one execution at a time
             self.in_flight.ask_to_stop(str(payload.get("job_id", "")))
         else:
-            self._ignore(repr(command)[:_MOST_SHOWN])
-
-    def _ignore(self, what: str) -> None:
-        if self._says_ignored.is_due():  # any client may publish as much as it likes
-            log.warning("command ignored: %s; for a minute, others are not logged", what)
+            log.warning("command ignored: %s", repr(command)[:_MOST_SHOWN])
 
     def _pubsub_exception_handler(self, exc: Exception, pubsub: Any, pubsub_thread: Any) -> None:
         """RQ's own handler lets every error but a lost connection end the thread, and with it all commands."""

@@ -137,7 +137,8 @@ class SharedCaches:
         Raises:
             BucketAway, OSError, Damaged: not all of it is written.
         """
-        version = self._version(agent_id)
+        with self._parts.database.snapshot() as connection:
+            version = transcripts.read_agent(connection, agent_id).version
         if version.transcript is None:
             return 0
         blocks, pieces = self._files(version)
@@ -186,10 +187,6 @@ class SharedCaches:
             return
         seconds = time.perf_counter() - began
         _log.info("agent %r: brought in %.1f MB of cache in %.2f s", version.agent_id, n_bytes / 1e6, seconds)
-
-    def _version(self, agent_id: str) -> AgentVersion:
-        with self._parts.database.snapshot() as connection:
-            return transcripts.read_agent(connection, agent_id).version
 
     def _wanted(self, version: AgentVersion, prompt: BlockChain) -> _Checks:
         """The files that are of use for the prompt."""
