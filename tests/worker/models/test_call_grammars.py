@@ -1,4 +1,4 @@
-"""A call that has to be made is read back by mlx-lm's own parser, in each notation, and valid for its tool."""
+"""A call that has to be made is read back, by mlx-lm's own parser where it has markers, and valid for its tool."""
 
 import json
 import random
@@ -21,18 +21,9 @@ TEXT = {"type": "string", "maxLength": 9}
 KINDS: dict[str, Any] = {
     "text": TEXT,
     "word": {"enum": ["red <b>", "blau", "é"]},
-    "least": {"type": "string", "minLength": 2, "maxLength": 4},
-    "whole": {"type": "integer"},
     "number": {"type": "number", "minimum": -1e6, "maximum": 1e6},
-    "flag": {"type": "boolean"},
-    "nothing": {"type": "null"},
     "list": {"type": "array", "items": {"$ref": "#/$defs/point"}, "maxItems": 2},
-    "object": {"$ref": "#/$defs/point"},
-    "text or null": {"anyOf": [TEXT, {"type": "null"}]},
     "whole or null": {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None},
-    "types": {"type": ["string", "integer"], "maxLength": 9},
-    "long": {"type": "string", "minLength": 1, "maxLength": 4000, "enum": ["a" * 2000, "b"]},
-    "too long": {"type": "string", "minLength": 101, "maxLength": 103},
     "pattern": {"type": "string", "pattern": "^[a-c]{2,9}$"},
 }
 POINT = {
@@ -41,18 +32,13 @@ POINT = {
     "required": ["name"],
     "additionalProperties": False,
 }
-PLAIN = {
-    "function_gemma": {"list", "object", "types", "pattern", "too long"},
-    "gemma4": {"list", "types", "pattern", "too long"},
-    "qwen3_coder": {"whole or null", "types", "pattern", "too long"},
-    "minimax_m2": {"object", "types", "pattern", "too long"},
-    "minicpm5": {"text", "least", "text or null", "object", "types", "pattern", "too long"},
-    **{name: {"pattern", "too long"} for name in ("glm47", "laguna")},
-}
-"""The kinds of values that a notation cannot write so that its parser reads them."""
+MARKED = ("json_tools", "kimi_k2", "kimi_k3", "longcat", "mistral")
+"""Parsers that read a JSON object between their markers."""
 
+PARSERS = (*MARKED, "qwen3_coder", "pythonic", None)
+"""With one for tags, another one, and a model without any."""
 
-OTHER_FORMS = {"mistral", "kimi_k3"}
+OTHER_FORMS = {"mistral", "kimi_k3", "longcat"}
 """Parsers that read several forms; the grammar has another one than `CALLS`."""
 
 
@@ -88,8 +74,6 @@ class Model:
         if text.startswith('{"name": '):
             return json.loads(text), True
         start, end = self.form.tool_start or "", self.form.tool_end or ""
-        if self.form.first_state == "header":
-            text = text[text.index(start) :]
         assert text.startswith(start)
         assert text.endswith(end)
         assert self.form.parse_call is not None
@@ -109,12 +93,10 @@ class Model:
         return bool(self.wrapper.eos_token_ids & {*allowed(guide.after(token))})
 
 
-@pytest.mark.parametrize("parser", CALLS)
+@pytest.mark.parametrize("parser", MARKED)
 def test_the_call_that_a_parser_reads_is_what_the_grammar_accepts(parser):
     model = Model(parser)
     said = f"{model.form.tool_start}{CALLS[parser]}{model.form.tool_end}"
-    if parser == "muse_spark":
-        said = f"to=self<|message|>Hm.<|eom|><|start|>assistant to=weather<|message|>{said}"
     tools = [tool({**TOOL["function"]["parameters"], "required": ["city"]}, "weather")]
     given, _ = model.read(said, tools)
     assert given["arguments"] == ARGUMENTS
@@ -122,7 +104,7 @@ def test_the_call_that_a_parser_reads_is_what_the_grammar_accepts(parser):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("parser", [*CALLS, None])
+@pytest.mark.parametrize("parser", PARSERS)
 def test_whatever_is_drawn_is_read_by_the_parser_and_valid(parser, kind):
     model, n_plain = Model(parser), 0
     key = kind.replace(" ", "_")
@@ -134,7 +116,7 @@ def test_whatever_is_drawn_is_read_by_the_parser_and_valid(parser, kind):
         assert call["name"] == "look"
         jsonschema.validate(call["arguments"], tools[0]["function"]["parameters"])
         n_plain += is_plain
-    assert n_plain == (5 if parser is None or kind in PLAIN.get(parser, ()) else 0)
+    assert n_plain == (0 if parser in MARKED else 5)
 
 
 def closed(properties: Any, *required: str) -> dict[str, Any]:
@@ -143,33 +125,27 @@ def closed(properties: Any, *required: str) -> dict[str, Any]:
 
 
 SEVERAL = [
-    tool(closed({key: KINDS[key] for key in ("text", "whole", "flag", "word")}, "whole")),
+    tool(closed({key: KINDS[key] for key in ("text", "number", "word")}, "number")),
     tool({"type": "object", **closed({})}, "nothing"),
     tool(closed({"text": TEXT, "number": KINDS["number"]}), "optional"),
     tool(closed({"a key": TEXT, "b": TEXT}, "a key"), 'odd "name"'),
 ]
 THINK = ("<think>", "</think>")
 SPECIAL = {
-    "function_gemma": ("<escape>",),
-    "gemma4": ('<|"|>',),
-    "glm47": ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     "kimi_k2": ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
     "kimi_k3": ("<|open|>", "<|close|>", "<|sep|>"),
     "mistral": ("[ARGS]",),
-    "muse_spark": ("<|message|>", "<|eom|>", "<|start|>"),
 }
 """Tokens inside a call that no text can write."""
 
 
 @pytest.mark.parametrize("is_special", [False, True])
-@pytest.mark.parametrize("parser", [*CALLS, None])
+@pytest.mark.parametrize("parser", PARSERS)
 def test_one_of_several_tools_is_called_after_the_thinking_whatever_tokens_the_notation_has(parser, is_special):
-    thinks = () if parser == "muse_spark" else THINK
     markers = [answer_format(wrapper(parser)).tool_start, answer_format(wrapper(parser)).tool_end] if parser else []
     special = [AddedToken(text, special=True) for text in (*SPECIAL.get(parser or "", ()), *filter(None, markers))]
-    model = Model(parser, (*thinks, *(special if is_special else ())))
-    names, thoughts = set(), 0
-    tools = SEVERAL[:3] if parser == "muse_spark" else SEVERAL
+    model = Model(parser, (*THINK, *(special if is_special else ())))
+    names, thoughts, tools = set(), 0, SEVERAL
     for seed in range(40):
         text = model.text(tools, seed, max_reasoning_tokens=3)
         answer = answer_to(text, model.form, tools=tools, tool_choice="required")
@@ -180,32 +156,7 @@ def test_one_of_several_tools_is_called_after_the_thinking_whatever_tokens_the_n
         names.add(call.function.name)
         thoughts += answer.reasoning is not None
     assert names == {one["function"]["name"] for one in tools}
-    assert thoughts > 0 or not thinks
-
-
-def test_a_model_with_headers_and_a_tool_that_its_notation_cannot_carry_is_refused():
-    with pytest.raises(GuideRefused, match="odd"):
-        Model("muse_spark").text(SEVERAL, 0)
-
-
-@pytest.mark.model
-@pytest.mark.parametrize("most", [None, 100])
-@pytest.mark.parametrize("parser", ["qwen3_coder", "glm47", "gemma4", "minicpm5"])
-def test_a_text_of_some_length_stays_within_the_limits_of_a_lexer_with_a_whole_vocabulary(parser, most, smollm2):
-    from mlx_lm.tokenizer_utils import TokenizerWrapper, load
-
-    if parser == "minicpm5" and most:
-        pytest.skip("it writes a text that is limited as a plain call")
-    model = Model(parser)
-    tokenizer = load(smollm2)._tokenizer
-    tokenizer.init_kwargs["tool_parser_type"] = parser
-    markers = {"tool_call_start": model.form.tool_start, "tool_call_end": model.form.tool_end}
-    model.wrapper = TokenizerWrapper(tokenizer, tool_parser=model.form.parse_call, **markers)
-    model.maker = GrammarGuides(model.wrapper, answer_format(model.wrapper))
-    text = {"type": "string"} if most is None else {"type": "string", "maxLength": most}
-    tools = [tool({"properties": {"city": text, "days": {"type": "integer"}}, "required": ["city"]}, "weather")]
-    said = CALLS[parser].replace("São <Paulo>", ("São <Paulo>, Zürich </b>. " * 60)[: most or 1500].strip())
-    assert model.accepts(f"{model.form.tool_start}{said}{model.form.tool_end}", tools)
+    assert thoughts > 0
 
 
 LINKED = {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 9} for n in range(40)} | {"d40": {"enum": ["x"]}}
@@ -232,7 +183,7 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize("parser", [*CALLS, None])
+@pytest.mark.parametrize("parser", ["json_tools", None])
 def test_a_schema_that_is_none_or_refers_to_itself_is_refused_or_written(parser):
     own = {"type": "object", "properties": {"x": {"$ref": "#/$defs/own"}, "y": {"$ref": "#/$defs/own"}}}
     model, n_refused = Model(parser), 0

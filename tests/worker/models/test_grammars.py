@@ -157,6 +157,7 @@ def test_a_required_call_names_a_tool_and_has_its_arguments(choice, names):
         (CALLS, {"tools": [{"function": {"name": "f", "parameters": [1]}}], "tool_choice": "required"}, "'f'"),
         (CALLS, {"tools": [{"name": "f", "parameters": {"type": "array"}}], "tool_choice": "required"}, "an object"),
         (AnswerFormat(first_state="header"), {"guide": {"regex": "a"}}, "headers"),
+        (AnswerFormat(first_state="header"), {"tools": TOOLS, "tool_choice": "required"}, "headers"),
     ],
 )
 def test_a_call_that_cannot_be_required_is_refused(form, fields, reason):

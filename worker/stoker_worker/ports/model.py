@@ -191,9 +191,8 @@ class AnswerFormat:
 
         Args:
             with_calls: whether tools are offered.
-            is_call: whether one of them must be called. Where a header tells what follows, that makes no difference.
+            is_call: whether one of them must be called.
         """
-        is_call = is_call and self.first_state != "header"
         takes_calls = with_calls and self.parse_call is not None and not is_call
         edges = (edge for edge in self.edges if edge.state != "tool" and (takes_calls or edge.to != "tool"))
         return Markers(first=first, edges=tuple(edges), is_call=is_call)
