@@ -377,8 +377,8 @@ class GenerationRequest(BaseModel):
 
     @property
     def is_guided(self) -> bool:
-        """True if not every token may come next everywhere: its form or its thinking has limits."""
-        return self.has_form or self.max_reasoning_tokens is not None
+        """True if not every token may come next everywhere: its form, its calls or its thinking have limits."""
+        return self.has_form or not self.parallel_tool_calls or self.max_reasoning_tokens is not None
 
     @property
     def is_judged(self) -> bool:

@@ -28,6 +28,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "end", "parameters": {}}},
 ]
 A_CALL = f'<tool_call>{{"name": "river", "arguments": {WHOLE}}}</tool_call>'
+NO_END = '<tool_call>{"name": "end", "arguments": {}}</tool_call>'
 MUST_CALL = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "river"}}}
 
 
@@ -96,6 +97,7 @@ def guided(said, **fields):
         ("say Oder", MUST_CALL, r'<tool_call>{"name": "river", "arguments": {"name":"Oder",.*}}\s?</tool_call>'),
         (f"say <think>hm</think>{A_CALL}", MUST_CALL, re.escape(A_CALL)),
         ("x", {"tools": TOOLS, "tool_choice": "required"}, '<tool_call>{"name": "(river|end)", .*}\\s?</tool_call>'),
+        (f"say {NO_END}{NO_END}", {"tools": TOOLS, "parallel_tool_calls": False}, re.escape(NO_END)),
         ("say <think>a long thought</think>yes", {"max_reasoning_tokens": 6}, "<think>a long</think>yes"),
     ],
 )

@@ -102,5 +102,31 @@ def test_every_place_of_an_answer_can_be_gone_to(model):
             assert allowed(one.after(None)) == seen[n]
 
 
+@pytest.mark.parametrize("opened", [False, True])
+@pytest.mark.parametrize("end", ["</tool_call>", "]]"], ids=["one token", "several tokens"])
+def test_an_answer_with_at_most_one_call_ends_with_the_first(model, opened, end):
+    form = AnswerFormat(
+        think_start_ids=tuple(model.start),
+        think_end_ids=tuple(model.end),
+        tool_end=end,
+        tool_start_ids=tuple(model.ids("<tool_call>")),
+    )
+    maker = GrammarGuides(model.wrapper, form)
+    tools = {"messages": [{"role": "user", "content": "?"}], "tools": [{"name": "f"}]}
+    prompt = model.start if opened else ()
+    one = maker.guide_for(build_request({**tools, "parallel_tool_calls": False}), prompt)
+    called = [*model.ids("<tool_call>{}"), *model.ids(end)]
+    thought = [*called, *model.end]  # a call in thinking is a thought
+    tokens = [*(thought if opened else model.ids("a")), *called]
+    for guide in (one, one.fork()):
+        for _ in range(2):
+            *before, after = feed(guide, tokens)
+            assert all(at is None for at in before)
+            assert after == {model.eos}
+            guide.start(())
+    for free in ({}, {"parallel_tool_calls": False, "tool_choice": "none"}):
+        assert maker.guide_for(build_request({**tools, **free}), prompt) is None
+
+
 def test_thinking_is_free_for_a_request_without_grammar_or_limit(model):
     assert model.guide([5, *model.start]) is None

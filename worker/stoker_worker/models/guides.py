@@ -169,6 +169,32 @@ class Thinking:
         return self.end_ids if self.is_inside else self.start_ids
 
 
+@dataclass
+class FirstCall:
+    """Follows an answer without a grammar to the end of its first call.
+
+    Attributes:
+        start_ids, end_ids: the markers around a call.
+    """
+
+    start_ids: tuple[int, ...]
+    end_ids: tuple[int, ...]
+    has_ended: bool = field(default=False, init=False)
+    _is_inside: bool = field(default=False, init=False)
+    _newest: tuple[int, ...] = field(default=(), init=False)
+
+    def restart(self) -> None:
+        """Go back to the beginning of the answer."""
+        self.has_ended, self._is_inside, self._newest = False, False, ()
+
+    def take(self, token: int) -> None:
+        """The answer's next token outside thinking."""
+        marker = self.end_ids if self._is_inside else self.start_ids
+        self._newest = (*self._newest, token)[-len(marker) :]
+        if self._newest == marker:
+            self.has_ended, self._is_inside, self._newest = self._is_inside, True, ()
+
+
 def _ends_with(tokens: Sequence[int], end: tuple[int, ...]) -> bool:
     return tuple(tokens[-len(end) :]) == end
 
@@ -209,11 +235,13 @@ class GrammarGuide:
     Attributes:
         grammar: of what follows the thinking; ``None``: it is free.
         thinking: ``None`` for a model that does not think, or whose thinking needs no watching.
+        first_call: for an answer without a grammar that ends with its first call.
     """
 
     vocabulary: Vocabulary
     grammar: Grammar | None
     thinking: Thinking | None
+    first_call: FirstCall | None = None
     error: StokerError | None = field(default=None, init=False)
     _has_ended: bool = field(default=False, init=False)
     _in_grammar: bool = field(init=False)
@@ -229,7 +257,7 @@ class GrammarGuide:
 
     def fork(self) -> "GrammarGuide":
         grammar = self.grammar.fork() if self.grammar else None
-        other = GrammarGuide(self.vocabulary, grammar, copy(self.thinking))
+        other = GrammarGuide(self.vocabulary, grammar, copy(self.thinking), copy(self.first_call))
         other.start(())
         return other
 
@@ -237,6 +265,8 @@ class GrammarGuide:
         self._has_ended, self._in_grammar = False, self.thinking is None
         if self.thinking is not None:
             self.thinking.restart()
+        if self.first_call is not None:
+            self.first_call.restart()
         if self.grammar is not None:
             self.grammar.start(())
         for token in generated:
@@ -256,6 +286,8 @@ class GrammarGuide:
         return None if problem else mask
 
     def _take(self, token: int) -> None:
+        if self.first_call is not None and not (self.thinking is not None and self.thinking.is_inside):
+            self.first_call.take(token)
         if token in self.vocabulary.eos_ids:
             self._has_ended = True
         elif self._in_grammar:
@@ -278,6 +310,8 @@ class GrammarGuide:
 
     def _mask(self) -> TokenMask | None:
         thinking, grammar = self.thinking, self.grammar
+        if self.first_call is not None and self.first_call.has_ended:
+            return self.vocabulary.only(sorted(self.vocabulary.eos_ids))
         if thinking is not None and not self._in_grammar:
             if (forced := thinking.forced) is not None:
                 return self.vocabulary.only([forced])
@@ -330,9 +364,24 @@ class GrammarGuides:
         thinking = self._thinking(request, prompt_ids)
         if text is not None and self._form.first_state == "header":
             raise GuideRefused("this model writes headers in its answers, which no grammar can begin after")
-        if text is None and (thinking is None or request.max_reasoning_tokens is None):
+        first_call = self._first_call(request) if text is None else None
+        is_limited = thinking is not None and request.max_reasoning_tokens is not None
+        if text is None and first_call is None and not is_limited:
             return None
-        return GrammarGuide(self._vocabulary(), None if text is None else self._grammar(text), thinking)
+        grammar = None if text is None else self._grammar(text)
+        return GrammarGuide(self._vocabulary(), grammar, thinking, first_call)
+
+    def _first_call(self, request: GenerationRequest) -> FirstCall | None:
+        """``None`` if more may follow the first call, or if no token can be made to follow it: then only the first one
+        of several calls is kept."""
+        form = self._form
+        ends = not request.ignore_eos and self._eos_ids and form.tool_start_ids and form.tool_end
+        if request.parallel_tool_calls or not request.offered_tools or not ends:
+            return None
+        return FirstCall(form.tool_start_ids, self._ids_of(form.tool_end or ""))
+
+    def _ids_of(self, marker: str) -> tuple[int, ...]:
+        return tuple(self._wrapper._tokenizer.encode(marker, add_special_tokens=False))
 
     def _thinking(self, request: GenerationRequest, prompt_ids: Sequence[int]) -> Thinking | None:
         form = self._form
