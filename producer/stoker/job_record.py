@@ -119,7 +119,7 @@ class JobRecord:
         return (yield from cls.read(job_id))
 
     @classmethod
-    def finished(cls, job_id: str, queue: str | None, entries: Entries) -> Self | None:
+    def finished(cls, job_id: str, entries: Entries) -> Self | None:
         """The record of a finished job, from its entries alone; ``None`` if the newest one is not that of a success.
 
         Only for a job that is not repeated, and with entries that were written after the wait for it began.
@@ -127,7 +127,7 @@ class JobRecord:
         newest = entries[0][1]
         if newest.get(b"type") != str(Result.Type.SUCCESSFUL.value).encode():
             return None
-        known = {"status": b"finished", "origin": (queue or "").encode(), "worker_name": newest.get(b"worker_name")}
+        known = {"status": b"finished", "worker_name": newest.get(b"worker_name")}
         return cls.from_replies(job_id, [known.get(name) for name in _FIELDS], entries)
 
     @property

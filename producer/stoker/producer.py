@@ -50,7 +50,7 @@ class Outstanding(Generic[TicketT]):
                 self.ended_before.append(ticket)
             else:
                 self._by_job_id[ticket.job_id].append(ticket)
-                self._waiter.add(ticket.job_id, ticket._queue_if_new)
+                self._waiter.add(ticket.job_id, is_new=ticket._is_new)
         self._patience = Patience(timeout_s)
 
     def __bool__(self) -> bool:
@@ -219,7 +219,7 @@ class Producer(AnyProducer):
             RedisUnavailable: no server answers. Whether the job was enqueued is then unknown.
         """
         done = run(self._connection, self._submitted(queue, fields, job_id))
-        return Ticket(self._connection, done.job_id, queue_if_new=done.queue_if_new)
+        return Ticket(self._connection, done.job_id, is_new=done.is_new)
 
     def submit_many(
         self,
@@ -247,7 +247,7 @@ class Producer(AnyProducer):
             RedisUnavailable: no server answers.
         """
         done = run(self._connection, self._many_submitted(queue, requests, options, job_ids))
-        return [Ticket(self._connection, one.job_id, queue_if_new=one.queue_if_new) for one in done]
+        return [Ticket(self._connection, one.job_id, is_new=one.is_new) for one in done]
 
     def queues(self) -> list[QueueStatus]:
         """All queues that have had a job or that a worker listens to, sorted by name.
@@ -293,8 +293,8 @@ class Producer(AnyProducer):
     def as_completed(self, tickets: Iterable[Ticket], timeout_s: float | None = None) -> Iterator[Ticket]:
         """The tickets, each as soon as its job has ended in any way; `Ticket.result` then needs no round trip.
 
-        All jobs are waited for together, with one or two Redis commands for each. A cancel or a delete may be seen some
-        seconds late; so may any end that is out of order, among more than a thousand jobs.
+        All jobs are waited for together, with one or two Redis commands for each. A cancel or a delete is seen a second
+        late, or a second for each 250 jobs; so may any end that is out of order, among more than a thousand jobs.
 
         Args:
             tickets: of any queues of this producer's server; several may have the same job.
@@ -396,7 +396,7 @@ class AsyncProducer(AnyProducer):
     ) -> AsyncTicket:
         """As `Producer.submit`."""
         done = await self._shared.run(self._submitted(queue, fields, job_id))
-        return AsyncTicket(self._shared, done.job_id, queue_if_new=done.queue_if_new)
+        return AsyncTicket(self._shared, done.job_id, is_new=done.is_new)
 
     async def submit_many(
         self,
@@ -408,7 +408,7 @@ class AsyncProducer(AnyProducer):
     ) -> list[AsyncTicket]:
         """As `Producer.submit_many`; other tasks run meanwhile."""
         done = await self._shared.run(self._many_submitted(queue, requests, options, job_ids))
-        return [AsyncTicket(self._shared, one.job_id, queue_if_new=one.queue_if_new) for one in done]
+        return [AsyncTicket(self._shared, one.job_id, is_new=one.is_new) for one in done]
 
     async def queues(self) -> list[QueueStatus]:
         """As `Producer.queues`."""

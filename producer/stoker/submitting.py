@@ -103,11 +103,11 @@ class SubmitFields(ManyFields, total=False):
 
 
 class Submitted(NamedTuple):
-    """A job that was enqueued. `queue_if_new`: its queue, if its id was generated just now."""
+    """A job that was enqueued. `is_new`: its id was generated just now."""
 
     job_id: str
     queue: str
-    queue_if_new: str | None
+    is_new: bool
 
 
 def submit(queue: str, routing: Routing, fields: Mapping[str, Any], job_id: str | None) -> Operation[Submitted]:
@@ -123,7 +123,7 @@ def submit(queue: str, routing: Routing, fields: Mapping[str, Any], job_id: str 
         require_job_id("job_id", job_id)
     job = NewJob(request, options, queue_of(request, queue), job_id)
     yield from enqueue(job.queue, [job], at_front=options.at_front, ids_are_new=job_id is None)
-    return Submitted(job.job_id, job.queue, job.queue if job_id is None else None)
+    return Submitted(job.job_id, job.queue, job_id is None)
 
 
 def submit_many(
@@ -171,7 +171,7 @@ def _enqueue_chunk(chunk: list[NewJob], ids_are_new: bool) -> Operation[list[Sub
     for queue in dict.fromkeys(job.queue for job in chunk):
         of_queue = [job for job in chunk if job.queue == queue]
         yield from enqueue(queue, of_queue, at_front=False, ids_are_new=ids_are_new)
-    return [Submitted(job.job_id, job.queue, job.queue if ids_are_new else None) for job in chunk]
+    return [Submitted(job.job_id, job.queue, ids_are_new) for job in chunk]
 
 
 def queue_of(request: GenerationRequest, usual: str) -> str:

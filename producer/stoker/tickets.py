@@ -73,10 +73,10 @@ def status_of(job_id: str) -> Operation[TicketStatus]:
 class AnyTicket:
     """The part that both kinds share. `_ended` is the job's end, once a wait for many tickets has found it."""
 
-    def __init__(self, job_id: str, queue_if_new: str | None) -> None:
+    def __init__(self, job_id: str, *, is_new: bool) -> None:
         """
         Args:
-            queue_if_new: the queue into which the job was enqueued just now, under a generated id.
+            is_new: the job was enqueued just now, under a generated id.
 
         Raises:
             ValueError: `job_id` is empty or has characters that no job id has.
@@ -84,7 +84,7 @@ class AnyTicket:
         if not job_id or not job_id.isprintable():
             raise ValueError("a job id is a non-empty printable string")
         self._job_id = job_id
-        self._queue_if_new = queue_if_new
+        self._is_new = is_new
         self._ended: JobEnd | None = None
 
     @property
@@ -107,8 +107,8 @@ class Ticket(AnyTicket):
     when no server answers or it refuses us.
     """
 
-    def __init__(self, connection: Redis, job_id: str, *, queue_if_new: str | None = None) -> None:
-        super().__init__(job_id, queue_if_new)
+    def __init__(self, connection: Redis, job_id: str, *, is_new: bool = False) -> None:
+        super().__init__(job_id, is_new=is_new)
         self._connection = connection
 
     def result(self, timeout_s: float | None = None) -> GenerationResult:
@@ -131,8 +131,8 @@ class Ticket(AnyTicket):
         """
         if self._ended is not None:
             return self._ended.outcome()
-        slice_s, is_new = blocking_slice_s(self._connection), self._queue_if_new is not None
-        return run(self._connection, wait_for_end(self._job_id, timeout_s, slice_s, is_new=is_new)).outcome()
+        slice_s = blocking_slice_s(self._connection)
+        return run(self._connection, wait_for_end(self._job_id, timeout_s, slice_s, is_new=self._is_new)).outcome()
 
     def stream(self, timeout_s: float | None = None) -> Iterator[StreamEvent]:
         """The text as it is generated: first the text so far, then each new piece until the job has ended.
@@ -184,7 +184,7 @@ class Ticket(AnyTicket):
             JobNotFound: no such job (any more).
             RedisUnavailable: no server answers.
         """
-        self._queue_if_new = None  # its end may be there already, without an entry to wait for
+        self._is_new = False  # its end may be there already, without an entry to wait for
         return run(self._connection, cancel_job(self._job_id))
 
 
@@ -212,7 +212,7 @@ class SharedConnection:
         async with self._few:
             return await run_async(self.connection, operation)
 
-    async def end_of(self, job_id: str, timeout_s: float | None, queue_if_new: str | None) -> JobEnd:
+    async def end_of(self, job_id: str, timeout_s: float | None, *, is_new: bool) -> JobEnd:
         """The job's end. One wait serves all jobs of this producer.
 
         Raises:
@@ -223,7 +223,7 @@ class SharedConnection:
         if timeout_s is None or timeout_s > 0:
             future: asyncio.Future[JobEnd] = asyncio.get_running_loop().create_future()
             self._futures[job_id].append(future)
-            self._waiter.add(job_id, queue_if_new)
+            self._waiter.add(job_id, is_new=is_new)
             if self._wait is None or self._wait.done():
                 self._begin_wait()
             try:
@@ -291,8 +291,8 @@ class AsyncTicket(AnyTicket):
     It cannot be pickled: send its `job_id`. Every method raises the errors of the same method of `Ticket`.
     """
 
-    def __init__(self, shared: SharedConnection, job_id: str, *, queue_if_new: str | None = None) -> None:
-        super().__init__(job_id, queue_if_new)
+    def __init__(self, shared: SharedConnection, job_id: str, *, is_new: bool = False) -> None:
+        super().__init__(job_id, is_new=is_new)
         self._shared = shared
 
     async def result(self, timeout_s: float | None = None) -> GenerationResult:
@@ -300,7 +300,7 @@ class AsyncTicket(AnyTicket):
 
         The wait ends with `RedisUnavailable` when the server has been away for a minute, even if `timeout_s` is longer.
         """
-        ended = self._ended or await self._shared.end_of(self._job_id, timeout_s, self._queue_if_new)
+        ended = self._ended or await self._shared.end_of(self._job_id, timeout_s, is_new=self._is_new)
         return ended.outcome()
 
     async def stream(self, timeout_s: float | None = None) -> AsyncGenerator[StreamEvent]:

@@ -5,24 +5,21 @@ cancel, a delete or an expiry writes nothing that could end it.
 
 RQ writes each end into the job's result stream, and one XREAD reads many streams. Only the entry of a success is
 certain to be the end, because retries write entries too; after any other entry the job's hash is read. A job that is
-canceled, deleted or expires writes no entry; every few seconds, an EXISTS and a ZMSCORE for hundreds of jobs find
-those.
+canceled, deleted or expires writes no entry; each second, the states of some hundred jobs are read to find those.
 """
 
-import random
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Final
+from typing import Final
 
 from rq.job import Job
-from rq.registry import CanceledJobRegistry
 from rq.results import Result
 
 from stoker.connection import LOST, REFUSED
-from stoker.job_record import KEPT_RESULTS, NO_ENTRY, JobEnd, JobRecord, registry_key
+from stoker.job_record import ENDED, KEPT_RESULTS, NO_ENTRY, JobEnd, JobRecord
 from stoker.operations import Command, Commands, Entries, Operation, Pause, T, ask, stream_entries
 from stoker.presence import unready
 from stoker_shared.errors import JobNotFound, ResultTimeout
@@ -135,59 +132,18 @@ def timed_out(record: JobRecord, after_s: float) -> Operation[ResultTimeout]:
     return ResultTimeout(record.job_id, f"{still}; {warning}" if warning else still)
 
 
-_KEYS_PER_COMMAND: Final = 500
-
-
-def gone_of(job_ids: list[str]) -> Operation[list[str]]:
-    """The ids of jobs that do not exist. EXISTS only counts, so a group with missing jobs is split and asked again."""
-    gone: list[str] = []
-    parts = parts_of(job_ids, _KEYS_PER_COMMAND)
-    while parts:
-        counts: list[Any] = yield Commands([("EXISTS", *map(Job.key_for, part)) for part in parts])
-        smaller: list[list[str]] = []
-        for part, count in zip(parts, counts, strict=True):
-            if count == 0:
-                gone += part
-            elif count < len(part):
-                smaller += parts_of(part, max(1, len(part) // 8))
-        parts = smaller
-    return gone
-
-
-def canceled_of(queue: str, job_ids: list[str]) -> Operation[list[str]]:
-    """The ids that are in the queue's registry of canceled jobs."""
-    key = registry_key(CanceledJobRegistry, queue)
-    parts = parts_of(job_ids, _KEYS_PER_COMMAND)
-    scores = yield Commands([("ZMSCORE", key, *part) for part in parts])
-    return [
-        job_id
-        for part, found in zip(parts, scores, strict=True)
-        for job_id, score in zip(part, found, strict=True)
-        if score is not None
-    ]
-
-
-def parts_of(items: list[str], size: int) -> list[list[str]]:
-    """The items in lists of at most `size`."""
-    return [items[at : at + size] for at in range(0, len(items), size)]
-
-
 _FIRST_LOOK: Final = 100  # jobs; many may have ended long ago, and all their results come in one reply
 _BLOCKED_ON: Final = 1000  # jobs in one blocking read
 _BESIDE: Final = 500  # jobs beyond these that are read each time without blocking
 _SLICE_BESIDE_S: Final = 0.2
 _GATHER_S_PER_JOB: Final = 20e-6  # a short pause, so that ends that come close together are read together
-_CHECKED_AT_ONCE: Final = 5000
-_MOST_AT_RANDOM: Final = 100
-_FEW: Final = 8  # up to so many jobs are checked one by one, and more often
-_CHECK_FEW_S: Final = 1.0
-_CHECK_EVERY_S: Final = (2.0, 5.0)  # at the beginning of a wait, and after a while
+_CHECK_EVERY_S: Final = 1.0
+_CHECKED_AT_ONCE: Final = 250
 
 
 @dataclass
 class _Awaited:
     job_id: str
-    queue: str | None
     is_new: bool
     last_entry_id: str = NO_ENTRY
 
@@ -196,28 +152,26 @@ class Waiter:
     """A wait for many jobs: call `wait` in a loop; jobs may be added in between. For one task or thread.
 
     Each job costs at most one command, or two if it was not enqueued just now, and its part of the XREADs. Beyond that,
-    the wait costs a few commands a second for any number of jobs.
+    the wait costs a few hundred short commands a second at most, for any number of jobs.
     """
 
     def __init__(self) -> None:
         self._unseen: dict[str, _Awaited] = {}
         self._waiting: dict[str, _Awaited] = {}
         self._turns: dict[int, Iterator[str]] = defaultdict(lambda: iter(()))
-        self._check_every_s = _CHECK_EVERY_S[0]
-        self._n_at_random = 1
         self._checked_at = time.monotonic()
 
     def __len__(self) -> int:
         return len(self._unseen) + len(self._waiting)
 
-    def add(self, job_id: str, queue_if_new: str | None = None) -> None:
+    def add(self, job_id: str, *, is_new: bool = False) -> None:
         """Wait for this job too.
 
         Args:
-            queue_if_new: the queue into which the job was enqueued just now, under a generated id; saves a command.
+            is_new: it was enqueued just now, under a generated id; saves a command.
         """
         if job_id not in self._waiting:
-            self._unseen[job_id] = _Awaited(job_id, queue_if_new, queue_if_new is not None)
+            self._unseen[job_id] = _Awaited(job_id, is_new)
 
     def discard(self, job_id: str) -> None:
         """Stop waiting for this job."""
@@ -244,8 +198,7 @@ class Waiter:
         """Jobs that had ended already, else the next to end within `block_s` seconds; 0 does not wait."""
         if self._unseen:
             return (yield from self._first_look(list(islice(self._unseen.values(), _FIRST_LOOK))))
-        every_s = _CHECK_FEW_S if len(self._waiting) <= _FEW else self._check_every_s
-        if time.monotonic() - self._checked_at >= every_s:
+        if time.monotonic() - self._checked_at >= _CHECK_EVERY_S:
             ended = yield from self._check()
             if ended:
                 return ended
@@ -292,7 +245,7 @@ class Waiter:
         unread = []
         for job in jobs:
             if entries[job.job_id] and job.job_id not in values:
-                record = JobRecord.finished(job.job_id, job.queue, entries[job.job_id])
+                record = JobRecord.finished(job.job_id, entries[job.job_id])
                 if record is None:
                     unread.append(job.job_id)
                 else:
@@ -308,36 +261,20 @@ class Waiter:
         for job in jobs:
             if job.job_id not in gone and entries[job.job_id]:
                 job.last_entry_id = entries[job.job_id][0][0].decode()
-            if job.queue is None and job.job_id in values:
-                job.queue = (values[job.job_id][1] or b"").decode(errors="replace")
         return ended
 
     def _check(self) -> Operation[list[JobEnd]]:
-        """Ends without an entry. A random job is always checked, in case its entry was lost, or it was canceled in the
-        queue of another model; if that finds an end, more of them the next time."""
-        jobs = self._next_after(0, _CHECKED_AT_ONCE)
-        at_random: set[str] = set()
-        if len(jobs) <= _FEW:
-            candidates = [job.job_id for job in jobs]
-        else:
-            candidates = yield from gone_of([job.job_id for job in jobs])
-            by_queue = defaultdict(list)
-            for job in jobs:
-                by_queue[job.queue].append(job.job_id)
-            for queue, job_ids in by_queue.items():
-                if queue:
-                    candidates += yield from canceled_of(queue, job_ids)
-            at_random = {job.job_id for job in random.sample(jobs, min(self._n_at_random, len(jobs)))} - {*candidates}
-            candidates += at_random
+        """Ends without an entry, among the next of all jobs."""
+        job_ids = [job.job_id for job in self._next_after(0, _CHECKED_AT_ONCE)]
+        self._checked_at = time.monotonic()
+        states = yield Commands([("HGET", Job.key_for(job_id), "status") for job_id in job_ids])
+        found = zip(job_ids, states, strict=True)
+        over = [job_id for job_id, state in found if state is None or state.decode(errors="replace") in ENDED]
         ended = []
-        for job_id, values in (yield from _hashes(list(dict.fromkeys(candidates)))).items():
+        for job_id, values in (yield from _hashes(over)).items():
             record = yield from JobRecord.whole(job_id, values, [])
             if record is None or record.has_ended:
                 ended.append(JobEnd(job_id, record))
-        has_missed_some = any(end.job_id in at_random for end in ended)
-        self._n_at_random = min(_MOST_AT_RANDOM, 2 * self._n_at_random) if has_missed_some else 1
-        self._checked_at = time.monotonic()
-        self._check_every_s = _CHECK_EVERY_S[0] if ended else min(_CHECK_EVERY_S[1], self._check_every_s * 1.2)
         return ended
 
     def _next_after(self, skipped: int, count: int) -> list[_Awaited]:
@@ -356,8 +293,5 @@ def _last_entry_ids(jobs: Sequence[_Awaited]) -> dict[str, str]:
 
 
 def _hashes(job_ids: list[str]) -> Operation[dict[str, list[bytes | None]]]:
-    values: dict[str, list[bytes | None]] = {}
-    for part in parts_of(job_ids, _FIRST_LOOK):
-        replies = yield Commands([JobRecord.hash_command(job_id) for job_id in part])
-        values.update(zip(part, replies, strict=True))
-    return values
+    replies = (yield Commands([JobRecord.hash_command(job_id) for job_id in job_ids])) if job_ids else []
+    return dict(zip(job_ids, replies, strict=True))

@@ -74,7 +74,7 @@ class Backend:
             RedisUnavailable: no server answers.
         """
         await self.run(enqueue(jobs[0].queue, list(jobs), at_front=False, ids_are_new=ids_are_new))
-        return [AsyncTicket(self._shared, job.job_id, queue_if_new=job.queue if ids_are_new else None) for job in jobs]
+        return [AsyncTicket(self._shared, job.job_id, is_new=ids_are_new) for job in jobs]
 
     def ticket(self, job_id: str) -> AsyncTicket:
         """A job that was enqueued before."""
