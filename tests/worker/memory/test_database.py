@@ -276,7 +276,7 @@ def test_closing_waits_for_the_transaction_under_way_and_refuses_what_comes_late
         closer.join()
         assert future.exception() is None or isinstance(future.exception(), DatabaseFailed)
         assert connection.execute("SELECT count(*) FROM models").fetchone()[0] == 0  # this read goes on
-    for late in (lambda: names(database), lambda: database.commit(add("z")), database.empty_log):
+    for late in (lambda: names(database), lambda: database.commit(add("z"))):
         with pytest.raises(DatabaseFailed, match="is closed"):
             late()
 

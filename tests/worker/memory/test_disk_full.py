@@ -212,13 +212,19 @@ def test_a_mark_finds_space_on_a_full_disk_and_outlives_the_worker(small_disk: S
     store.close()
 
 
-@pytest.mark.parametrize("small_disk", [860_000], indirect=True)
+@pytest.mark.parametrize(
+    ("small_disk", "max_bytes"),
+    [(860_000, 1 << 30), (1_062_714, 1 << 30), (1_588_142, None), (1_850_856, 1 << 30)],
+    indirect=["small_disk"],
+)
 @pytest.mark.parametrize("model", [MODEL, HYBRID], ids=["full", "hybrid"])
-def test_on_a_small_disk_caches_go_before_a_turn_fails(small_disk: SmallDisk, model: LoadedModel) -> None:
+def test_on_a_small_disk_caches_go_before_a_turn_fails(
+    small_disk: SmallDisk, model: LoadedModel, max_bytes: int | None
+) -> None:
     folder = small_disk.path / "store"
-    store = AgentCacheStore(folder, max_bytes=1 << 30, memory_max_bytes=1 << 20)
-    said: dict[str, tuple[int, ...]] = {}
     small_disk.ballast.write_bytes(bytes(200_000))
+    store = AgentCacheStore(folder, max_bytes=max_bytes, memory_max_bytes=1 << 20)
+    said: dict[str, tuple[int, ...]] = {}
 
     def say(agent: Agent, new: int) -> str | None:
         """Why its cache is not saved."""
@@ -234,15 +240,17 @@ def test_on_a_small_disk_caches_go_before_a_turn_fails(small_disk: SmallDisk, mo
     small_disk.fill()
 
     def say_until_it_fails() -> None:
-        for _ in range(10):  # one of them finds neither space nor a cache to evict
-            say(agents[0], 10)
+        for number in range(40, 100):  # one of them finds neither space nor a cache to evict
+            agents.append(Agent(store, str(number), model))
+            say(agents[-1], 10)
             small_disk.fill()
 
     with pytest.raises(OSError, match=r"No space left|is full"):
         say_until_it_fails()
+    assert pieces_in(folder) == files_below(folder / "blocks") == []
     assert files_below(folder / "tmp") == []
     for agent in agents:
-        assert agent.tokens() == said[agent.name]
+        assert agent.tokens() == said.get(agent.name, ())
     assert problems_of(store) == []
     small_disk.free()
     store = reopen(store, folder)
@@ -250,6 +258,22 @@ def test_on_a_small_disk_caches_go_before_a_turn_fails(small_disk: SmallDisk, mo
         agent.store = store
         assert say(agent, 300) is None
         assert agent.cached((*said[agent.name], 1)) == len(said[agent.name])
+    store.close()
+
+
+@pytest.mark.parametrize("n_logs", [9, 100])  # of less than 10, a settling empties the log first
+def test_caches_make_room_for_what_a_long_log_brings_into_the_database(small_disk: SmallDisk, n_logs: int) -> None:
+    store = AgentCacheStore(small_disk.path / "store", max_bytes=1 << 30)
+    for number in range(4):
+        Agent(store, f"idle {number}").say(ids(5000, seed=number))
+    store.parts.database.empty_log()
+    turns = [Agent(store, str(number)).turn(ids(2000, seed=number)).without_cache("") for number in range(40)]
+    for turn in turns[1:]:
+        store.save(turn)
+    store.budget.max_bytes = n_logs * store.parts.database.log_bytes()
+    small_disk.fill()
+    store.save(turns[0])
+    assert Agent(store, "0").tokens() == ids(2000)
     store.close()
 
 

@@ -294,8 +294,9 @@ class Database:
                 connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
     def empty_log(self) -> None:
-        """The same, and give its space back, unless it is being read. Raises `DatabaseFailed`, `Damaged`."""
-        with self._leading, translated():
+        """The same, and give its space back, unless it is being read, or the database has no room for it. Never
+        raises."""
+        with self._leading, suppress(DatabaseFailed, Damaged), translated():
             self._check_open()
             self._writer.execute("PRAGMA busy_timeout=0").fetchall()
             try:
