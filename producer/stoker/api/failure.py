@@ -5,8 +5,7 @@ The statuses make the `openai` package raise its own classes: 400 `BadRequestErr
 """
 
 import re
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any, Final
 
 from stoker_shared.errors import (
@@ -63,10 +62,6 @@ class Failure(Exception):
         self.retry_after_s = retry_after_s
         self.request_id: str | None = None
         self.error: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}
-
-    def __reduce__(self) -> tuple[Callable[[], "Failure"], tuple[()], dict[str, Any]]:
-        """`stoker serve` reads large bodies in another process, whose failures come back."""
-        return partial(Failure, self.status, str(self)), (), vars(self)
 
     @property
     def body(self) -> dict[str, Any]:

@@ -7,7 +7,8 @@ they end at the latest, so that those of a process that was killed go by themsel
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any, Final
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO, Any, Final
 from uuid import uuid4
 
 from stoker.api.failure import Failure
@@ -16,7 +17,7 @@ from stoker.new_job import NewJob
 from stoker.operations import Commands, Operation, T, ask
 from stoker.presence import LiveWorker, still_loading
 from stoker.producer import AsyncProducer
-from stoker.serve.intake import Intake
+from stoker.serve.intake import CallHead, CallJobs, call_jobs
 from stoker.serve.settings import ServeSettings
 from stoker.submitting import enqueue
 from stoker.tickets import AsyncTicket, SharedConnection
@@ -26,6 +27,7 @@ _LOOK_S: Final = 0.5
 _READY_LOOK_S: Final = 2.0
 _RETRY_S: Final = 5
 _MOST_LIVE: Final = 64
+_READ_AT_ONCE: Final = 2
 _GRACE_S: Final = 60
 """Seconds beyond the longest call after which a place is free again."""
 
@@ -34,7 +36,6 @@ class Backend:
     """For one event loop.
 
     Attributes:
-        intake: makes jobs of calls.
         producer: knows the workers.
         live: one place for each text that is read as it is generated; each needs a connection to Redis.
         calls: the tasks that have a job. A stop that has canceled them lets them end.
@@ -46,9 +47,9 @@ class Backend:
             ValueError: not a Redis URL.
         """
         self.settings = settings
-        self.intake = Intake(settings)
         self.live = asyncio.Semaphore(_MOST_LIVE)
         self.calls: set[asyncio.Task[Any]] = set()
+        self._readers = ThreadPoolExecutor(_READ_AT_ONCE, thread_name_prefix="intake")
         self._connection = open_async_connection(redis_url)
         self._shared = SharedConnection(self._connection)
         self._workers: list[LiveWorker] = []
@@ -62,10 +63,23 @@ class Backend:
     async def aclose(self) -> None:
         if self.calls:
             await asyncio.wait(self.calls, timeout=_END_S)
-        self.intake.close()
+        self._readers.shutdown(cancel_futures=True)
         await self.producer.aclose()
         await self._shared.aclose()
         await self._connection.aclose()
+
+    async def call_jobs(self, body: IO[bytes], head: CallHead) -> CallJobs:
+        """As the function of that name; few bodies at a time are in memory.
+
+        Raises:
+            Failure: the call is refused.
+        """
+
+        def read() -> CallJobs:
+            body.seek(0)
+            return call_jobs(body.read(), head, self.settings)
+
+        return await asyncio.get_running_loop().run_in_executor(self._readers, read)
 
     async def enqueue(self, jobs: Sequence[NewJob], *, ids_are_new: bool) -> list[AsyncTicket]:
         """

@@ -225,7 +225,7 @@ async def generate(request: Request) -> Response:
     app, owner = request.app.state, request.state.owner
     endpoint = ENDPOINTS[request.url.path]
     async with received(request) as body:
-        made = await app.backend.intake.call_jobs(body, CallHead.of(endpoint.url, request.headers, owner))
+        made = await app.backend.call_jobs(body, CallHead.of(endpoint.url, request.headers, owner))
     try:
         running = await RunningCall.begin(app, endpoint, owner, made)
     except BaseException:

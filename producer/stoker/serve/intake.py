@@ -1,20 +1,9 @@
-"""From the bytes of a call to the jobs that are ready for the queue. Owns the thread and the process that do this work.
+"""From the bytes of a call to jobs that are ready for the queue. Any thread; the largest body takes half a second."""
 
-No other thread of Python runs while its JSON parser, its JSON writer and pydantic do, so a large body is read in
-another process. Otherwise nothing would be answered meanwhile, not even a health check.
-"""
-
-import asyncio
-import multiprocessing
-import os
-import signal
-import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import IO, Any, Final, Self
+from typing import Any, Final, Self
 from uuid import uuid4
 
 from starlette.datastructures import Headers
@@ -44,9 +33,6 @@ _MOST_KEY_CHARACTERS: Final = 200
 
 _BACKGROUND_S: Final = 86_400
 """How long a job may run that nobody waits for, in seconds."""
-
-_SMALL_BYTES: Final = 256 * 2**10
-"""Up to this size, the parser runs for some milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -92,17 +78,17 @@ class CallJobs:
     has_new_response: bool
 
 
-def call_jobs(raw: list[bytes], head: CallHead, settings: ServeSettings) -> CallJobs:
+def call_jobs(raw: bytes, head: CallHead, settings: ServeSettings) -> CallJobs:
     """
     Args:
-        raw: the body; it is taken out, so that no caller keeps it in memory.
+        raw: the body.
 
     Raises:
         Failure: the call is refused.
     """
     store = settings.response_store()
     try:
-        call = ENDPOINTS[head.url].read(json_object(raw.pop()), settings.body_options)
+        call = ENDPOINTS[head.url].read(json_object(raw), settings.body_options)
         timeout_s = _BACKGROUND_S if call.is_background else settings.timeout_s
         kept = JobOptions(
             job_timeout_s=timeout_s, ttl_s=timeout_s + _KEPT_S, result_ttl_s=_KEPT_S, failure_ttl_s=_KEPT_S
@@ -175,56 +161,6 @@ def _store(store: ResponseStore, call: ApiCall, owner: str, job_id: str, session
     except OSError as error:
         message = f"the response cannot be stored: {error.strerror}"
         raise Failure(503, message, kind="server_error", code="no_space", retryable=True) from None
-
-
-class Intake:
-    """For one event loop."""
-
-    def __init__(self, settings: ServeSettings) -> None:
-        self._call_jobs = partial(call_jobs, settings=replace(settings, tokens=None))
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="intake")
-        self._process: ProcessPoolExecutor | None = None
-        self._one_large = asyncio.Lock()
-
-    async def call_jobs(self, body: IO[bytes], head: CallHead) -> CallJobs:
-        """As the function of that name; one large body at a time is in memory.
-
-        Raises:
-            Failure: the call is refused, or the process that read it has died.
-        """
-        if body.seek(0, os.SEEK_END) <= _SMALL_BYTES:
-            return await self._in(self._thread, body, head)
-        async with self._one_large:
-            if self._process is None:
-                context = multiprocessing.get_context("spawn")  # a fork would have our connections to Redis
-                self._process = ProcessPoolExecutor(1, context, _begin_process)
-            try:
-                return await self._in(self._process, body, head)
-            except BrokenExecutor:
-                self._process = None
-                message = "the process that reads large bodies has died"
-                raise Failure(503, message, kind="server_error", code="intake_died", retryable=True) from None
-
-    def close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
-        if self._process is not None:
-            self._process.shutdown(cancel_futures=True)
-
-    async def _in(self, executor: Executor, body: IO[bytes], head: CallHead) -> CallJobs:
-        body.seek(0)
-        return await asyncio.get_running_loop().run_in_executor(executor, self._call_jobs, [body.read()], head)
-
-
-def _begin_process() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def end_with_it() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=end_with_it, daemon=True).start()  # also if it was killed
 
 
 def _as_utf8(value: str) -> str:

@@ -442,4 +442,4 @@ BODY = st.fixed_dictionaries(
 def test_no_json_whatever_is_an_error_of_the_server(url, written):
     head = CallHead(url, {}, None)
     with suppress(Failure):  # any other error is one of the server
-        call_jobs([json.dumps(written).encode()], head, ServeSettings())
+        call_jobs(json.dumps(written).encode(), head, ServeSettings())

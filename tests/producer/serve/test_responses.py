@@ -412,7 +412,7 @@ ITEM = st.fixed_dictionaries(
 def test_no_body_whatever_breaks_the_reader(body, items):
     raw = json.dumps({"input": items, **body}).encode()
     with suppress(Failure):
-        call_jobs([raw], CallHead.of(URL, Headers({}), ANYBODY), SERVED)
+        call_jobs(raw, CallHead.of(URL, Headers({}), ANYBODY), SERVED)
 
 
 # --- what is left of a call ---
