@@ -42,7 +42,7 @@ from stoker_worker.ports.memory import common_length
 DEEP = int(os.environ.get("DEEP", "0"))
 """How many runs of up to 100 operations, instead of what the suite does."""
 
-EXAMPLES, STEPS, OPERATIONS = (DEEP, 100, 30 * DEEP) if DEEP else (14, 50, 500)
+EXAMPLES, STEPS, OPERATIONS = (DEEP, 100, 30 * DEEP) if DEEP else (14, 50, 400)
 PHASES = tuple(Phase) if DEEP else (Phase.generate,)  # finding the shortest mix that fails takes minutes
 NAMES = st.sampled_from("abcd")
 BASES = [ids(1500, seed=seed) for seed in range(2)]
