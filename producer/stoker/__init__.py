@@ -1,6 +1,5 @@
 """The library with which services enqueue generation jobs and read their results. Light: no MLX, no NumPy."""
 
-from stoker.cascade.own_check import first_accepted
 from stoker.cascade.routing import NobodyServes
 from stoker.connection import WrongKeyType
 from stoker.overview import Overview, QueueStatus
@@ -66,5 +65,4 @@ __all__ = [
     "TicketStatus",
     "ToolCall",
     "WrongKeyType",
-    "first_accepted",
 ]

@@ -8,7 +8,7 @@ from tests.producer.batch.taught_lines import training_set
 from tests.support.wait import wait_for
 from tests.support.worker_process import fork_server
 
-from stoker import InvalidRequest, NobodyServes, Producer, first_accepted
+from stoker import InvalidRequest, NobodyServes, Producer
 from stoker.batch.feeding import Feeder, ModelChoice
 from stoker.cli import main
 from stoker_shared.trust import Counts
@@ -191,22 +191,6 @@ def test_a_batch_goes_on_while_a_worker_is_away(workers, redis_url, tmp_path, mo
 def test_a_batch_needs_its_models_and_a_check_or_a_schema(redis_url, tmp_path, capsys, check, why):
     run_batch(redis_url, tmp_path, [line(0, EASY)], check=check, ends=2)
     assert why in capsys.readouterr().err
-
-
-def test_a_check_of_the_callers_own(workers, producer, connection):
-    def accept(result):
-        return result.text == "yes"
-
-    result = first_accepted(producer, accept, models=BOTH, min_trust=0.0, prompt=HARD, task="own", timeout_s=60)
-    assert (result.text, attempts(result)) == ("yes", [("small", False), ("large", True)])
-    assert (trust(connection, "small", "own"), trust(connection, "large", "own")) == (Counts(0, 1), Counts(1, 0))
-    result = first_accepted(producer, accept, models=BOTH, min_trust=0.0, prompt="say no", task="own", timeout_s=60)
-    assert (result.accepted, [attempt.model for attempt in result.attempts]) == (False, BOTH)
-    for wrong in ({"models": BOTH, "job_id": "mine"}, {"models": "auto"}):
-        with pytest.raises(InvalidRequest, match=r"an id|list of names|own id"):
-            first_accepted(producer, accept, prompt=EASY, **wrong)
-    with pytest.raises(InvalidRequest, match="no agent's memory"):
-        first_accepted(producer, accept, models=BOTH, prompt=EASY, agent_id="a")
 
 
 def test_the_answers_of_the_large_model_become_a_training_set(workers, redis_url, tmp_path):

@@ -1,7 +1,6 @@
 """`stoker trust`: how far the models are trusted with each class of tasks. Only command-line texts."""
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import click
 from redis import Redis
@@ -19,7 +18,7 @@ _task = _which("--task", metavar="CLASS", help="Only this class of tasks.")
 
 @click.group(
     cls=LaidOutGroup,
-    sections={"Look": ("ls", "show", "export"), "Change": ("accept", "reject", "reset")},
+    sections={"Look": ("ls",), "Change": ("accept", "reject", "reset")},
     context_settings=SETTINGS,
     epilog=examples("stoker trust ls", "stoker trust reject JOB_ID", "stoker trust reset small --task invoices --yes"),
 )
@@ -30,34 +29,38 @@ def trust() -> None:
     """
 
 
-@trust.command(epilog=examples("stoker trust ls", "stoker trust ls --task invoices --json"))
+@trust.command(epilog=examples("stoker trust ls", "stoker trust ls small --task invoices --json"))
+@click.argument("model", required=False)
 @_task
 @json_option
 @redis_option
 @click.pass_obj
-def ls(redis_url: str, task: str | None, as_json: bool) -> None:
-    """List all models in all classes."""
-    found = [trusted for trusted in _known(redis_url) if task in (None, trusted.task)]
-    _show(found, as_json, "no verdicts yet" if task is None else f"no verdicts in class {task!r}")
+def ls(redis_url: str, model: str | None, task: str | None, as_json: bool) -> None:
+    """List MODEL, or all models, in all classes."""
+    is_meant = _filter(model, task)
+    known = [trusted for trusted in run(_server(redis_url), read_trust()) if is_meant(trusted)]
+    rows = [
+        [
+            trusted.task,
+            trusted.model,
+            f"{trusted.counts.accepted:.1f}",
+            f"{trusted.counts.rejected:.1f}",
+            f"{100 * trusted.counts.rate:.0f} %",
+            f"{100 * trusted.counts.lower_bound():.0f} %",
+        ]
+        for trusted in known
+    ]
+    heading = ["class", "model", "accepted", "rejected", "rate", "at least"]
+    text = Table(heading, rows, range(2, 6)).text() if rows else f"no verdicts {_which_ones(model, task)}"
+    show(as_json, {"trust": [trusted.as_json() for trusted in known]}, text)
 
 
-@trust.command(name="show", epilog=examples("stoker trust show small"))
-@click.argument("model")
-@json_option
-@redis_option
-@click.pass_obj
-def show_one(redis_url: str, model: str, as_json: bool) -> None:
-    """Show MODEL in all classes."""
-    _show([trusted for trusted in _known(redis_url) if trusted.model == model], as_json, f"no verdicts on {model!r}")
+def _filter(model: str | None, task: str | None) -> Callable[[Trusted], bool]:
+    return lambda trusted: model in (None, trusted.model) and task in (None, trusted.task)
 
 
-@trust.command(epilog=examples("stoker trust export"))
-@redis_option
-@click.pass_obj
-def export(redis_url: str) -> None:
-    """Print all counts, one JSON object a line."""
-    for trusted in _known(redis_url):
-        click.echo(json.dumps(trusted.as_json()))
+def _which_ones(model: str | None, task: str | None) -> str:
+    return f"on {model or 'all models'} in {f'class {task}' if task else 'all classes'}"
 
 
 @trust.command(epilog=examples("stoker trust accept JOB_ID"))
@@ -91,14 +94,10 @@ def reset(context: click.Context, model: str | None, task: str | None, yes: bool
     """Forget the verdicts on MODEL, or on all models, as if they were new."""
     if as_json and not yes:
         raise click.UsageError("--json needs --yes")
-    which = f"on {model or 'all models'} in {f'class {task}' if task else 'all classes'}"
-    if not (yes or agrees(f"Forget the verdicts {which}?")):
+    if not (yes or agrees(f"Forget the verdicts {_which_ones(model, task)}?")):
         click.echo("nothing was forgotten", err=True)
         context.exit(1)
-    n_removed = run(
-        _server(context.obj),
-        forget_trust(lambda trusted: model in (None, trusted.model) and task in (None, trusted.task)),
-    )
+    n_removed = run(_server(context.obj), forget_trust(_filter(model, task)))
     text = f"forgot the verdicts on {n_removed} pair{'s' * (n_removed > 1)} of a model and a class"
     show(as_json, {"removed": n_removed}, text if n_removed else "there are no such verdicts")
 
@@ -113,24 +112,3 @@ def _judge(context: click.Context, job_id: str, as_json: bool, *, accepted: bool
 
 def _server(url: str) -> Redis:
     return or_usage_error(lambda: open_connection(url))
-
-
-def _known(url: str) -> list[Trusted]:
-    return run(_server(url), read_trust())
-
-
-def _show(known: Sequence[Trusted], as_json: bool, if_none: str) -> None:
-    rows = [
-        [
-            trusted.task,
-            trusted.model,
-            f"{trusted.counts.accepted:.1f}",
-            f"{trusted.counts.rejected:.1f}",
-            f"{100 * trusted.counts.rate:.0f} %",
-            f"{100 * trusted.counts.lower_bound():.0f} %",
-        ]
-        for trusted in known
-    ]
-    heading = ["class", "model", "accepted", "rejected", "rate", "at least"]
-    text = Table(heading, rows, range(2, 6)).text() if rows else if_none
-    show(as_json, {"trust": [trusted.as_json() for trusted in known]}, text)

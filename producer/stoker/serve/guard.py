@@ -4,9 +4,7 @@ Without tokens everybody on this machine may call. Web pages in its browsers may
 origin of another site is refused.
 """
 
-import re
 from typing import Final
-from urllib.parse import unquote
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,7 +21,6 @@ FILES_PATH: Final = "/v1/files"
 _API_KEY_HEADER: Final = "x-api-key"
 """Anthropic's clients send their token in it."""
 
-_URL: Final = re.compile(rb"https?://([^/]*)(.*)", re.IGNORECASE | re.DOTALL)
 _OTHER_BYTES: Final = 64 * 2**10
 """Largest body of a request that is neither a call nor an upload."""
 
@@ -40,7 +37,6 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        scope = _with_path(scope)
         headers = Headers(scope=scope)
         most = self._most.get(scope["path"], _OTHER_BYTES)
         try:
@@ -71,16 +67,6 @@ class Guard:
         if name is None:
             raise Failure(401, "a bearer token is needed, and it must be a valid one", code="invalid_api_key")
         return name
-
-
-def _with_path(scope: Scope) -> Scope:
-    """The scope with a path if its target is a whole URL, whose host replaces the header's (RFC 9112, 3.2.2)."""
-    url = _URL.fullmatch(scope["raw_path"])
-    if url is None:
-        return scope
-    headers = [(b"host", url[1]), *(header for header in scope["headers"] if header[0] != b"host")]
-    path = url[2] or b"/"
-    return {**scope, "headers": headers, "raw_path": path, "path": unquote(path.decode())}
 
 
 def _counted(receive: Receive, most: int) -> Receive:

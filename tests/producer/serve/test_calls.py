@@ -409,26 +409,6 @@ def test_without_tokens_web_pages_of_other_sites_may_not_call(served, headers):
     assert httpx.get(f"{served.url}/v1/models", headers=headers).status_code == 403
 
 
-@pytest.mark.parametrize(
-    ("target", "host", "status"),
-    [
-        ("http://127.0.0.1:1/healthz", "evil.example", 200),
-        ("HTTP://LOCALHOST/healthz?a=http://b/c", "evil.example", 200),
-        ("http://localhost", "127.0.0.1", 200),
-        ("http://evil.example/healthz", "127.0.0.1", 403),
-        ("http://[::1/healthz", "127.0.0.1", 403),
-        ("http:///healthz", "127.0.0.1", 403),
-        ("//127.0.0.1/healthz", "127.0.0.1", 404),
-        ("/http://127.0.0.1/healthz", "127.0.0.1", 404),
-    ],
-)
-def test_the_host_of_an_absolute_target_replaces_the_header(served, target, host, status):
-    with socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2]))) as connection:
-        connection.sendall(f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
-        answer = b"".join(iter(lambda: connection.recv(2**16), b""))
-    assert answer.split()[1] == str(status).encode(), answer
-
-
 def test_the_models_are_those_of_the_live_workers(client, hand):
     record = {"queues": ["generate"], "model": "org/model", "context_tokens": 4096, "mode": "rows"}
     hand.register({**record, "host": "h", "pid": 1, "started_at": 5.0})
