@@ -61,7 +61,7 @@ def survey(name: str) -> Surveyed:
             found.sees_padding = mode.batching not in PADDED or _sees_padding(specimen, mode)
             break
         found.wrong[str(mode)] = wrong
-    verdict = prove(specimen.model, specimen.loaded, max_batch=16, load_s=1e6)
+    verdict = prove(specimen.model, specimen.loaded, max_batch=16, most_s=1e6)
     found.proved, found.why = str(verdict.mode), list(verdict.why)
     return found
 

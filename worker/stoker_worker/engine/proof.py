@@ -128,17 +128,11 @@ class Verdict:
         mode: the widest mode that is right.
         why: the faults of wider modes, and the trials that were left out; empty when there is nothing to report.
         may_pass: whether a wider mode failed for a reason that may pass by itself.
-        reached: tokens of the longest sequence for which there was time.
-        is_whole: whether nothing was left out for lack of time.
-        budget_s: seconds that the proof could take.
     """
 
     mode: ServingMode
     why: tuple[str, ...]
     may_pass: bool = False
-    reached: int = 0
-    is_whole: bool = True
-    budget_s: float = 0.0
 
 
 def remembered_or_proved(
@@ -148,9 +142,9 @@ def remembered_or_proved(
     max_batch: int,
     draft_ngram: bool,
     device: str,
-    prove: Callable[[Verdict | None], Verdict],
+    prove: Callable[[], Verdict],
 ) -> Verdict:
-    """The verdict on a model: the remembered one if it is whole, or that of `prove`, which gets the remembered one.
+    """The verdict on a model: the remembered one, or that of `prove`.
 
     Args:
         memo: JSON file of earlier verdicts; ``None``: every start proves anew.
@@ -159,18 +153,13 @@ def remembered_or_proved(
     parts = json.dumps([fingerprint, max_batch, draft_ngram, device, versions], sort_keys=True)
     key = hashlib.sha256(parts.encode()).hexdigest()
     known = read_memo(memo)
-    remembered = _verdict(known.get(key))
-    if remembered is not None and remembered.is_whole:
+    if (remembered := _verdict(known.get(key))) is not None:
         return remembered
-    verdict = prove(remembered)
-    if verdict.may_pass:  # memory was short, perhaps, and the next start tries again
-        return remembered or verdict
-    if remembered is not None and WIDEST_FIRST.index(verdict.mode) < WIDEST_FIRST.index(remembered.mode):
-        verdict = replace(verdict, mode=remembered.mode, why=remembered.why)  # more trials allow no more than fewer
-    mode = verdict.mode
-    entry = {"rows": mode.batching.name, "memory": mode.memory, "why": verdict.why, "versions": versions}
-    entry |= {"reached": verdict.reached, "whole": verdict.is_whole, "budget_s": verdict.budget_s}
-    write_memo(memo, {**known, key: entry})
+    verdict = prove()
+    if not verdict.may_pass:  # else memory was short, perhaps, and the next start tries again
+        mode = verdict.mode
+        entry = {"rows": mode.batching.name, "memory": mode.memory, "why": verdict.why, "versions": versions}
+        write_memo(memo, {**known, key: entry})
     return verdict
 
 
@@ -179,20 +168,13 @@ def _verdict(entry: Any) -> Verdict | None:
         return Verdict(
             ServingMode(Batching[entry["rows"]], memory=entry["memory"] is True),
             tuple(str(reason) for reason in entry["why"]),
-            reached=int(entry["reached"]),
-            is_whole=entry["whole"] is True,
-            budget_s=float(entry["budget_s"]),
         )
     except (KeyError, TypeError, ValueError):
         return None
 
 
-LEAST_BUDGET_S: Final = 5.0
-LOAD_SHARE: Final = 0.03
-"""A proof may take this share of the time the model took to load, or `LEAST_BUDGET_S`, whichever is longer."""
-
-MOST_BUDGET_S: Final = 60.0
-"""A proof that had no time for something may take twice as long at the next start, up to this."""
+MOST_S: Final = 60.0
+"""About as long as the trials of the first mode may take. Later starts do not try what was left out."""
 
 _TRIAL_COSTS: Final = 3.0
 """The reference and one trial together take so many times as long as the reference."""
@@ -211,30 +193,20 @@ def prove(
     loaded: LoadedModel,
     *,
     max_batch: int,
-    load_s: float = 0.0,
     draft_ngram: bool = False,
-    before: Verdict | None = None,
+    most_s: float = MOST_S,
 ) -> Verdict:
     """Find out how `model` may be served.
 
     Args:
         model: an mlx-lm model, evaluated on this thread.
         max_batch: most sequences that will run together.
-        load_s: seconds that loading the model took.
         draft_ngram: whether rows will get drafts.
-        before: the verdict of an earlier start that had no time for some trials.
-
-    Returns:
-        The verdict; `before` with a larger budget if there is no time for more than at that start.
+        most_s: seconds; what takes longer is not tried.
     """
-    budget_s = max(LEAST_BUDGET_S, LOAD_SHARE * load_s)
-    if before is not None:
-        budget_s = max(budget_s, min(2 * before.budget_s, MOST_BUDGET_S))
     runs_in_rows = why_not_in_rows(model, loaded.spec) is None
     try:
-        planned = _plan(model, loaded, max_batch, runs_in_rows, budget_s)
-        if before is not None and planned.reached <= before.reached:
-            return replace(before, budget_s=budget_s)
+        planned = _plan(model, loaded, max_batch, runs_in_rows, most_s)
         precision = _precision(model, loaded)
         trials = _Trials(model, loaded, planned, max_batch, draft_ngram)
     except Exception as error:  # the model itself cannot run a sequence of more than one token in one pass
@@ -247,7 +219,7 @@ def prove(
     found = _widest(trials, candidates, precision)
     if found.why and precision == "float32" and rounds_inside(model, trials.longest):
         found = _widest(trials, candidates, IN_8_BITS)
-    return Verdict(found.mode, (*why, *found.why), found.may_pass, planned.reached, planned.is_whole, budget_s)
+    return replace(found, why=(*why, *found.why))
 
 
 def _widest(trials: "_Trials", candidates: Sequence[ServingMode], precision: str) -> Verdict:
@@ -309,18 +281,14 @@ class _Planned:
         of_all: plans that are tried in every mode.
         of_rows: those that are tried in rows besides.
         left_out: what is not tried, for the log; empty if nothing is.
-        is_whole: whether nothing is left out for lack of time.
-        reached: tokens of the longest sequence for which there was time.
     """
 
     of_all: list[TrialPlan]
     of_rows: list[TrialPlan]
     left_out: str
-    is_whole: bool
-    reached: int
 
 
-def _plan(model: Any, loaded: LoadedModel, max_batch: int, runs_in_rows: bool, budget_s: float) -> _Planned:
+def _plan(model: Any, loaded: LoadedModel, max_batch: int, runs_in_rows: bool, most_s: float) -> _Planned:
     """The sequences to try: across windows and sparse budgets, and with common beginnings, where there is time."""
     most = loaded.context_tokens
     text_ids = _text_ids(loaded.tokenizer, model(mx.array([[0]])).shape[-1])
@@ -332,7 +300,7 @@ def _plan(model: Any, loaded: LoadedModel, max_batch: int, runs_in_rows: bool, b
     of_rows = [plan_in_two_groups(text_ids), *([plan_of_alike(text_ids)] if loaded.spec.has_only_full_layers else [])]
     of_rows = [one for one in of_rows if runs_in_rows and max_batch > 1 and one.longest <= most]
     longer = [*crossing.values(), *of_rows]
-    reached = _reached(model, longer, budget_s / _TRIAL_COSTS)
+    reached = _reached(model, longer, most_s / _TRIAL_COSTS)
     tried = {n for n, one in crossing.items() if one.longest <= reached}
     untried = [f"sequences longer than {n} tokens" for n in wanted if n not in tried]
     untried += ["common beginnings" for one in of_rows if one.shares and one.longest > reached]
@@ -340,8 +308,6 @@ def _plan(model: Any, loaded: LoadedModel, max_batch: int, runs_in_rows: bool, b
         [crossing[max(tried)] if tried else make()],
         [one for one in of_rows if one.longest <= reached or not one.shares],
         f"not tried: {', '.join(untried)}" if untried else "",
-        all(one.longest <= reached for one in longer),
-        reached,
     )
 
 

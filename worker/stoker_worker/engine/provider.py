@@ -4,7 +4,6 @@ Owns the defaults that depend on the device. MLX is imported by its methods only
 """
 
 import logging
-import time
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -57,7 +56,6 @@ class MlxProvider(ModelProviderPort):
 
         settings = self.settings
         assert settings.model is not None
-        began = time.perf_counter()
         digests = settings.store_folder / "model-digests.json"
         model, loaded = load_model(
             settings.model,
@@ -67,11 +65,10 @@ class MlxProvider(ModelProviderPort):
             digest_cache=digests,
             extras=self._extras(),
         )
-        load_s = time.perf_counter() - began
         if settings.wired_memory:
             _wire_memory()
         loaded = replace(loaded, max_batch=self._max_batch(model, loaded.spec))
-        mode = self._mode(model, loaded, load_s)
+        mode = self._mode(model, loaded)
         if settings.kv_bits is not None and mode.batching != Batching.ROWS:
             reason = why_not_in_rows(model, loaded.spec) or f"with 8 bits it is right only {mode}"
             raise ModelNotLoadable(f"--kv-bits 8 needs a model that runs in rows: {reason}")
@@ -120,7 +117,7 @@ class MlxProvider(ModelProviderPort):
 
         mx.clear_streams()
 
-    def _mode(self, model: Any, loaded: LoadedModel, load_s: float) -> ServingMode:
+    def _mode(self, model: Any, loaded: LoadedModel) -> ServingMode:
         """The widest mode that is right for the model, from a proof or from the memory of one."""
         import mlx.core as mx
 
@@ -130,18 +127,9 @@ class MlxProvider(ModelProviderPort):
             _log.warning("NOT PROVED: it is not known whether this model answers correctly in a batch (--skip-proof)")
             return ServingMode(_unproved(model, loaded), proved=False)
 
-        def proved(before: Verdict | None) -> Verdict:
-            _log.info(
-                "the proof, which may take minutes: trying in a batch what no earlier start has tried of this model"
-            )
-            return prove(
-                model,
-                loaded,
-                max_batch=loaded.max_batch.jobs,
-                load_s=load_s,
-                draft_ngram=self.settings.draft_ngram,
-                before=before,
-            )
+        def proved() -> Verdict:
+            _log.info("the proof, once for this model, which may take minutes: trying it in a batch")
+            return prove(model, loaded, max_batch=loaded.max_batch.jobs, draft_ngram=self.settings.draft_ngram)
 
         verdict = remembered_or_proved(
             self.settings.store_folder / "model-proofs.json",
