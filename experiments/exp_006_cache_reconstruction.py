@@ -83,6 +83,11 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
         "every_restored_byte_is_the_saved_one": all(row["exact"] for row in restored),
         "every_answer_is_the_one_without_cache": all(row["same_tokens"] for row in answers),
         "p95_under_5_ms_at_32_blocks_48_layers": (32, 48) in by and by[32, 48]["reconstruct_ms"]["p95"] < 5.0,
+        "p95_under_5_ms_at_32_blocks_48_layers_from_memory": any(
+            one["handed_over_ms"]["p95"] < 5.0
+            for one in found["from_memory"]
+            if (one["blocks"], one["layers"]) == (32, 48)
+        ),
         "latency_is_linear_in_bytes": found["fit"]["r2"] >= LINEAR_R2,
         "no_leak": leak["growth_mb"] < leak["cell_mb"],
         "at_most_1_5_copies_at_32_blocks_30_layers": (32, 30) in by and by[32, 30]["copies"]["median"] <= PROJECT_RATIO,

@@ -213,9 +213,9 @@ def test_a_field_of_another_server_is_refused_with_the_right_name(name, right):
 
 def test_unknown_fields_can_be_ignored_with_one_line_in_the_log(caplog):
     for _ in range(2):
-        fields = request_fields(CHAT_URL, body(CHAT_URL, colour="red"), BodyOptions(ignore_unknown=True))
-    assert "colour" not in fields
-    assert len([record for record in caplog.records if "colour" in record.getMessage()]) == 1
+        fields = request_fields(CHAT_URL, body(CHAT_URL, tint="red"), BodyOptions(ignore_unknown=True))
+    assert "tint" not in fields
+    assert len([record for record in caplog.records if "tint" in record.getMessage()]) == 1
 
 
 def test_the_agent_of_the_metadata_wins_over_the_user_in_any_order():
