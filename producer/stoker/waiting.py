@@ -270,12 +270,12 @@ class Waiter:
         states = yield Commands([("HGET", Job.key_for(job_id), "status") for job_id in job_ids])
         found = zip(job_ids, states, strict=True)
         over = [job_id for job_id, state in found if state is None or state.decode(errors="replace") in ENDED]
-        ended = []
-        for job_id, values in (yield from _hashes(over)).items():
-            record = yield from JobRecord.whole(job_id, values, [])
-            if record is None or record.has_ended:
-                ended.append(JobEnd(job_id, record))
-        return ended
+        jobs = [self._waiting[job_id] for job_id in over]
+        if not jobs:
+            return []
+        entries = stream_entries((yield from ask(*results_after(_last_entry_ids(jobs), 0))))
+        without = [job_id for job_id in over if Result.get_key(job_id) not in entries]
+        return (yield from self._sorted_out(jobs, entries, (yield from _hashes(without))))
 
     def _next_after(self, skipped: int, count: int) -> list[_Awaited]:
         """The next jobs, up to `count`, of those after the first `skipped`; begins again after the last."""

@@ -15,6 +15,7 @@ import stoker.operations
 import stoker.producer
 import stoker.waiting
 from stoker import JobCanceled, JobFailed, JobNotFound, Producer, ResultTimeout
+from stoker.job_record import JobRecord
 
 REQUEST = {"agent_id": "a", "prompt": "x"}
 
@@ -111,6 +112,20 @@ def test_of_more_jobs_than_are_blocked_on_those_that_end_out_of_order_are_found(
         worker.finish(ticket.job_id)
         assert next(coming) is ticket
     assert next(coming, None) is None
+
+
+def test_the_ends_of_a_slow_consumers_jobs_are_read_together(producer, worker, connection, monkeypatch):
+    monkeypatch.setattr(stoker.waiting, "_CHECK_EVERY_S", 0.0)
+    tickets = submitted(producer, 60)
+    coming = producer.as_completed(tickets, timeout_s=20)
+    worker.finish(tickets[0].job_id)
+    assert next(coming) is tickets[0]  # now the wait includes all of them
+    for ticket in tickets[1:]:
+        worker.finish(ticket.job_id)
+    asked = []
+    monkeypatch.setattr(JobRecord, "whole", lambda *args: asked.append(args))
+    assert set(coming) == set(tickets[1:])
+    assert not asked
 
 
 # --- on a real server ---

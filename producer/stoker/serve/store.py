@@ -340,8 +340,13 @@ class ResponseStore(OwnedFolders[StoredResponse]):
         """
         if self.read(response.id) is not None:
             return False
-        with self.new(response.id) as draft:
-            self.write_page(draft, response)
+        try:
+            with self.new(response.id) as draft:
+                self.write_page(draft, response)
+        except OSError:
+            if self.read(response.id) is None:
+                raise
+            return False  # another call has made it since
         return True
 
     def set_answer(self, response_id: str, answer: dict[str, Any]) -> None:

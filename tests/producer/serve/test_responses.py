@@ -5,6 +5,7 @@ import os
 import threading
 import time
 import typing
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -289,6 +290,14 @@ def test_a_call_that_failed_leaves_nothing(stored, tmp_path):
     with pytest.raises(openai.InternalServerError):
         client.responses.create(model="m", input="fail EngineFailed: x")
     assert list((tmp_path / "responses").iterdir()) == []
+
+
+def test_of_two_calls_that_store_one_response_at_the_same_moment_one_makes_it(tmp_path):
+    store = ResponseStore(tmp_path, keep_s=3600)
+    with ThreadPoolExecutor(2) as threads:
+        for number in range(50):
+            made = StoredResponse(f"resp_{number}", "o", 0, "same", None, "s", False, [], {})
+            assert sorted(threads.map(store.add, [made, made])) == [False, True]
 
 
 def test_old_responses_and_the_oldest_of_too_many_go(tmp_path):

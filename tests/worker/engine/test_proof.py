@@ -352,6 +352,28 @@ def test_only_a_permanent_failure_is_remembered(tmp_path, monkeypatch, fails_abo
     assert memo.exists() == is_remembered
 
 
+def test_long_sequences_for_which_memory_is_short_are_named_and_the_others_decide(monkeypatch):
+    from stoker_worker.engine import proof
+
+    layout, plans = Layout("gemma3_text"), []
+
+    def planned(*args):
+        plans.append(of(*args))
+        return plans[-1]
+
+    def is_wrong(sequences, tokens):
+        if sequences > 1 and plans[-1].of_all[0].longest > 150:
+            raise RuntimeError("[malloc]")
+        return False
+
+    of = proof._plan
+    monkeypatch.setattr(proof, "_plan", planned)
+    break_when(layout, monkeypatch, is_wrong)
+    verdict = proof_of(layout)
+    assert (verdict.mode, verdict.may_pass) == (ServingMode(Batching.BATCHED), False)
+    assert "not tried: sequences longer than 64" in verdict.why[0]
+
+
 def test_a_cache_made_in_another_mode_belongs_to_another_model():
     from stoker_worker.models.fingerprint import in_mode
 

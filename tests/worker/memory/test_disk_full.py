@@ -277,6 +277,18 @@ def test_caches_make_room_for_what_a_long_log_brings_into_the_database(small_dis
     store.close()
 
 
+def test_a_log_that_is_only_being_read_costs_no_cache(tmp_path: Path) -> None:
+    with closing(open_store(tmp_path)) as store:
+        Agent(store).say(ids(5000))
+        with store.parts.database.snapshot() as reader:
+            reader.execute("SELECT count(*) FROM agents").fetchone()
+            for number in range(40):
+                store.save(Agent(store, str(number)).turn(ids(2000, seed=number)).without_cache(""))
+            before = len(files_below(tmp_path / "blocks"))
+            store.budget.free(1000)
+        assert len(files_below(tmp_path / "blocks")) >= before - 2
+
+
 @pytest.mark.parametrize("small_disk", [600_000], indirect=True)
 def test_a_cache_that_is_too_large_for_the_disk_takes_no_space_from_the_turns_after_it(small_disk: SmallDisk) -> None:
     store = AgentCacheStore(small_disk.path / "store", max_bytes=1 << 30)

@@ -41,8 +41,8 @@ def worker(instance="a", **series):
 
 
 def server(**series):
-    """The series of a healthy Redis server, by redis_exporter; or with these values instead."""
-    stable = {"aof_enabled": 1, "aof_last_write_status": 1, "rdb_last_bgsave_status": 1} | {
+    """A healthy Redis server and its worker, by redis_exporter; or with these values instead."""
+    stable = {"up": 1, "aof_enabled": 1, "aof_last_write_status": 1, "rdb_last_bgsave_status": 1} | {
         "memory_max_bytes": 0,
         "memory_used_bytes": 10**6,
     }
@@ -165,6 +165,10 @@ SCENARIOS = {
         server(memory_used_bytes=f"{always(95, 60)} {always(50)}", memory_max_bytes=always(100, 300)),
         {"4m": "", "6m": "StokerRedisNearlyFull", "31m": ""},
     ),
+    "redis_exporter may not read, and then may": (
+        server(up=f"{always(0, 60)} {always(1)}"),
+        {"14m": "", "16m": "StokerRedisUnwatched", "31m": ""},
+    ),
     "Redis keeps nothing": (server(aof_enabled=always(0)), {"16m": "StokerRedisForgets"}),
     "Redis cannot write its append-only file": (
         server(aof_last_write_status=f"{always(0, 20)} {always(1)}"),
@@ -223,9 +227,10 @@ def rule_test(series, firing):
     def samples(alerts):
         return [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in alerts.split()]
 
+    server_up = {'redis_up{job="stoker-redis",instance="queue"}': always(1)}
     return {
         "interval": "30s",
-        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "input_series": [{"series": name, "values": values} for name, values in (server_up | series).items()],
         "promql_expr_test": [
             {
                 "expr": 'group by (alertname) (ALERTS{alertstate="firing"})',

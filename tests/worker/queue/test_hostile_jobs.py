@@ -224,13 +224,15 @@ def test_no_count_in_the_hash_lets_a_job_outlive_three_lost_workers(queue, enque
     job.release()
 
 
-def test_a_command_that_the_worker_ignores_is_a_short_line(queue, caplog):
+def test_a_command_that_the_worker_ignores_is_a_short_line_of_debugging(queue, caplog):
+    caplog.set_level("DEBUG", "stoker_worker")
     registration = queue._registration
     for payload in ("shutdown", "no JSON", '{"command": "\u001b[2J"}', "[]", json.dumps({"command": "x" * 10_000})):
         data = json.dumps({"command": payload}) if payload == "shutdown" else payload
         registration.handle_payload({"data": data.encode()})
     lines = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
     assert len(lines) == 5
+    assert not [record for record in caplog.records if record.levelname != "DEBUG"]
     assert all(len(line) < 130 and line.isprintable() for line in lines)
     assert "shutdown" in lines[0]
 

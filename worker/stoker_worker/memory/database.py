@@ -293,9 +293,9 @@ class Database:
             with self._reading() as connection:
                 connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
-    def empty_log(self) -> None:
-        """The same, and give its space back, unless it is being read, or the database has no room for it. Never
-        raises."""
+    def empty_log(self) -> bool:
+        """The same, and give its space back, unless it is being read; returns whether the database has room for it.
+        Never raises."""
         with self._leading, suppress(DatabaseFailed, Damaged), translated():
             self._check_open()
             self._writer.execute("PRAGMA busy_timeout=0").fetchall()
@@ -303,6 +303,8 @@ class Database:
                 self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             finally:
                 self._writer.execute(f"PRAGMA busy_timeout={int(1000 * BUSY_S)}").fetchall()
+            return True
+        return False
 
     def close(self) -> None:
         """End the transaction under way; reads under way go on. The last process to close the database moves its log

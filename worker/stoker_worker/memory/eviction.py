@@ -420,9 +420,9 @@ class DiskBudget:
 
     def free(self, n_bytes: int) -> None:
         """Evict that much, however much room the store has: the disk has none. Never raises."""
-        self._database.empty_log()
-        # A log that is still there gives its space back when the database has room for what is in it.
-        self._settle(unused_before=float("inf"), free_bytes=n_bytes + self._database.log_bytes())
+        if not self._database.empty_log():
+            n_bytes += self._database.log_bytes()  # it gives this back once the database has room for what is in it
+        self._settle(unused_before=float("inf"), free_bytes=n_bytes)
         self._database.empty_log()
 
     def discard(self, find: Callable[[], Iterable[Path]]) -> int:

@@ -262,16 +262,23 @@ class Watch:
         return self._rates.now(self.state(), self.shared_store())
 
     def look(self) -> Look:
-        queues, without_worker = self._queues()
+        queues = self._queues()
+        without_worker = self._without_worker() if isinstance(queues, list) else {}
         is_standing_by = self.is_standby and queues is None
         about = (without_worker, is_standing_by, self._started_at, self.shared_store())
         return Look(self.state(), self._store(), queues, *about)
 
-    def _queues(self) -> tuple[list[QueueDepth] | RedisUnavailable | None, Mapping[str, int]]:
+    def _queues(self) -> list[QueueDepth] | RedisUnavailable | None:
         try:
-            return (None, {}) if self.queues is None else (self.queues(), self.without_worker())
+            return None if self.queues is None else self.queues()
         except RedisUnavailable as error:
-            return error, {}
+            return error
+
+    def _without_worker(self) -> Mapping[str, int]:
+        try:
+            return self.without_worker()
+        except RedisUnavailable:  # since the look at the queues
+            return {}
 
     def _store(self) -> StoreUse | OSError | None:
         with self._lock:

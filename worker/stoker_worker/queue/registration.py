@@ -187,7 +187,7 @@ class RqRegistration(BaseWorker):
         elif command in ("stop-job", "stop-execution"):  # a job has one execution at a time
             self.in_flight.ask_to_stop(str(payload.get("job_id", "")))
         else:
-            log.warning("command ignored: %s", repr(command)[:_MOST_SHOWN])
+            log.debug("command ignored: %s", repr(command)[:_MOST_SHOWN])
 
     def _pubsub_exception_handler(self, exc: Exception, pubsub: Any, pubsub_thread: Any) -> None:
         """RQ's own handler lets every error but a lost connection end the thread, and with it all commands."""
