@@ -224,17 +224,13 @@ def test_no_count_in_the_hash_lets_a_job_outlive_three_lost_workers(queue, enque
     job.release()
 
 
-def test_a_command_that_the_worker_ignores_is_a_short_line_of_debugging(queue, caplog):
-    caplog.set_level("DEBUG", "stoker_worker")
+def test_commands_that_the_worker_ignores_do_not_fill_its_log(queue, caplog):
     registration = queue._registration
-    for payload in ("shutdown", "no JSON", '{"command": "\u001b[2J"}', "[]", json.dumps({"command": "x" * 10_000})):
+    for payload in ("shutdown", "no JSON", '{"command": "\u001b[2J"}', "[]", '{"command": "kill-horse"}') * 200:
         data = json.dumps({"command": payload}) if payload == "shutdown" else payload
         registration.handle_payload({"data": data.encode()})
-    lines = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
-    assert len(lines) == 5
-    assert not [record for record in caplog.records if record.levelname != "DEBUG"]
-    assert all(len(line) < 130 and line.isprintable() for line in lines)
-    assert "shutdown" in lines[0]
+    [line] = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
+    assert "shutdown" in line
 
 
 @pytest.mark.parametrize("count", ["1e308", "0x1", " 1", "1" * 30])

@@ -38,7 +38,6 @@ _STEP_S: Final = 0.02  # then the thread's other work has its turn
 _READY_S: Final = 60
 _CANCELED_S: Final = 30 * 86_400
 _GROUPS_EVERY_S: Final = 600  # as RQ's own workers
-_SAYS_FAILED_S: Final = 600.0
 
 
 class Scheduler:
@@ -107,7 +106,7 @@ class Housekeeping:
         self._members = members
         self._placement = placement
         self.scheduler = Scheduler(connection, lease)
-        self._says_failed = Periodic(_SAYS_FAILED_S)
+        self._says_failed = Periodic(600.0)
         self._clean = Periodic(60.0)
 
     def step(self) -> bool:

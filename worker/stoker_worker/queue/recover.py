@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 
 _ENTRY: Final = re.compile(rb"[A-Za-z0-9_-]+:[A-Za-z0-9_-]+")
 
-
 Started = Sequence[tuple[str, Execution]]
 """The executions of some queues as they were at one moment, with the queue of each."""
 

@@ -24,6 +24,7 @@ from rq.worker import BaseWorker
 from rq.worker.base import WorkerStatus
 
 from stoker_shared.wire import WORKER_KEY
+from stoker_worker.periodic import Periodic
 from stoker_worker.ports import Serving
 from stoker_worker.process_identity import ProcessIdentity
 from stoker_worker.queue.client import lua, shut_down
@@ -34,7 +35,6 @@ log = logging.getLogger(__name__)
 
 NAME_PREFIX = "stoker-"
 _SUFFIX: Final = re.compile(r"-[0-9a-f]{8}$")
-_MOST_SHOWN: Final = 100
 _LAST_WAIT_S: Final = 2.0  # longer than a try to connect that `shut_down` has shortened
 
 
@@ -95,6 +95,7 @@ class RqRegistration(BaseWorker):
         self.log = logging.getLogger("stoker_worker.rq")
         self.on_shutdown: Callable[[], None] | None = None
         self._counting = threading.Lock()
+        self._says_ignored = Periodic(60.0)
         self.is_leaving = False
 
     def sign_on(self) -> None:
@@ -186,8 +187,8 @@ class RqRegistration(BaseWorker):
             self.on_shutdown()
         elif command in ("stop-job", "stop-execution"):  # a job has one execution at a time
             self.in_flight.ask_to_stop(str(payload.get("job_id", "")))
-        else:
-            log.debug("command ignored: %s", repr(command)[:_MOST_SHOWN])
+        elif self._says_ignored.is_due():  # any client may publish as much as it likes
+            log.warning("command ignored: %s; for a minute, others are not logged", repr(command)[:100])
 
     def _pubsub_exception_handler(self, exc: Exception, pubsub: Any, pubsub_thread: Any) -> None:
         """RQ's own handler lets every error but a lost connection end the thread, and with it all commands."""
