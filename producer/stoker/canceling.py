@@ -2,7 +2,7 @@
 
 It writes the same as `rq.job.Job.cancel`, except that a run in progress keeps its entries: its worker finds that the
 job is not its own any more, and removes them. Whatever would move the job to another state checks its status in the
-same transaction, so a canceled job fails, is retried, repeated, given back or sent on no more.
+same transaction, so a canceled job fails, is retried, given back or sent on no more.
 """
 
 import re
@@ -71,7 +71,7 @@ def _commands(job_id: str, state: str, queue: str, ttl_s: int) -> list[Command]:
         ("LREM", queue_key(queue), 1, job_id),
         ("ZADD", registry_key(CanceledJobRegistry, queue), current_timestamp(), job_id),
     ]
-    # A job that is repeated is among the finished ones as well.
+    # One whose id was enqueued again after its end is among the finished ones as well.
     for registry in filter(None, (_WAITS_IN.get(state), FinishedJobRegistry)):
         commands.append(("ZREM", registry_key(registry, queue), job_id))
     if ttl_s > 0:  # RQ would keep canceled jobs for ever, but prompts are private

@@ -122,7 +122,7 @@ class JobRecord:
     def finished(cls, job_id: str, entries: Entries) -> Self | None:
         """The record of a finished job, from its entries alone; ``None`` if the newest one is not that of a success.
 
-        Only for a job that is not repeated, and with entries that were written after the wait for it began.
+        Only with entries that were written after the wait for the job began.
         """
         newest = entries[0][1]
         if newest.get(b"type") != str(Result.Type.SUCCESSFUL.value).encode():
