@@ -1,10 +1,11 @@
-"""Why Redis is away, in the server's own words and without any part of a command."""
+"""Which servers the worker reaches, and why one is away: in the server's own words, without any part of a command."""
 
 import pytest
 from redis.exceptions import AuthenticationError, ConnectionError, OutOfMemoryError, ResponseError, TimeoutError
+from tests.support.private_server import private_server
 
 from stoker_shared.errors import RedisUnavailable
-from stoker_worker.queue.client import as_redis_unavailable
+from stoker_worker.queue.client import as_redis_unavailable, connect
 
 SECRET = "PatientZero"
 FULL = "MISCONF Errors writing to the AOF file: No space left on device"
@@ -33,3 +34,10 @@ def test_the_reason_is_the_servers_and_quotes_no_command(error, reason):
     assert reason in str(refused.value)
     assert "script" not in str(refused.value)
     assert SECRET not in str(refused.value)
+
+
+def test_a_server_is_reached_by_its_unix_socket(tmp_path):
+    with private_server(tmp_path / "server"):
+        connection = connect(f"unix://{tmp_path}/server/admin.sock")
+        assert connection.ping()
+        connection.close()

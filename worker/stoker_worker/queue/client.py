@@ -107,12 +107,14 @@ def connect(redis_url: str, *, wait: bool = False) -> Redis:
 def client_of(redis_url: str, *, timeout_s: float) -> Redis:
     """Without hidden retries: a transaction whose reply was lost may have been carried out, and every caller here looks
     before it tries again."""
+    # A Unix socket has no peer that could vanish, and redis-py takes no such option for it.
+    of_tcp = {} if redis_url.startswith("unix:") else {"socket_keepalive": True}
     return Redis.from_url(
         redis_url,
         retry=Retry(NoBackoff(), 0),
         socket_timeout=timeout_s,
         socket_connect_timeout=min(5.0, timeout_s),
-        socket_keepalive=True,
+        **of_tcp,
     )
 
 
