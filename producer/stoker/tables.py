@@ -61,21 +61,8 @@ def queue_table(queues: Sequence[QueueStatus]) -> Table:
 
 
 def worker_table(workers: Sequence[WorkerOutlook]) -> Table:
-    heading = [
-        "worker",
-        "state",
-        "host",
-        "lease",
-        "model",
-        "tokens/s",
-        "jobs/min",
-        "batch",
-        "hits",
-        "done",
-        "failed",
-        "moved in",
-    ]
-    return Table(heading, [_worker_row(worker) for worker in workers], range(5, 12))
+    heading = ["worker", "state", "host", "lease", "model", "tokens/s", "jobs/min", "batch", "hits", "done", "failed"]
+    return Table([*heading, "moved in"], [_worker_row(worker) for worker in workers], range(5, 12))
 
 
 def shared_store_table(workers: Sequence[WorkerOutlook]) -> Table:
@@ -118,17 +105,12 @@ def _data_loss_text(losses: Mapping[str, DataLossFigures]) -> str:
     return f"Redis lost data {ago} ago: jobs and results may be gone, conversations are not. {'; '.join(noticed)}."
 
 
-def leases_text(worker: WorkerOutlook) -> str:
-    """The queues that it holds, each with its fencing number; ``-`` for none."""
-    return ", ".join(f"{queue} #{fence}" for queue, fence in worker.leases.items()) or "-"
-
-
 def rate_text(rate: float) -> str:
     return f"{rate:.0f}" if rate >= 100 else f"{rate:g}"
 
 
 def _worker_row(worker: WorkerOutlook) -> list[str]:
-    live, lease = worker.live, leases_text(worker)
+    live, lease = worker.live, ", ".join(f"{queue} #{fence}" for queue, fence in worker.leases.items()) or "-"
     if live is None:
         return [worker.name, DEAD, "-", lease, *["-"] * 8]
     state = "leaving" if live.leaving else "serving" if live.model else "loading"

@@ -17,11 +17,10 @@ from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler
 
 from stoker.connection import address, open_connection, redis_errors
 from stoker.dashboard.pages import (
-    add_stoker_page,
     find_own_templates,
     open_a_queue_with_jobs,
     show_progress_of_jobs,
-    show_workers,
+    show_stoker_in_place_of_workers,
 )
 from stoker.dashboard.repairs import (
     answer_errors_in_one_line,
@@ -116,8 +115,7 @@ def build_app(connection: Redis, *, names: Collection[str]) -> Flask:
     escape_names_in_scripts(app)
     open_a_queue_with_jobs(app, connection)
     show_progress_of_jobs(app, connection)
-    show_workers(app, connection)
-    add_stoker_page(app, connection)
+    show_stoker_in_place_of_workers(app, connection)
     refuse_other_names(app, names)
     refuse_other_sites(app)
     confine_scripts(app)

@@ -1,4 +1,4 @@
-"""The dashboard's own pages: where Jobs opens, a job's progress, workers alive and dead, what `stoker status` shows;
+"""The dashboard's own pages: where Jobs opens, a job's progress, what `stoker status` shows in place of the workers;
 and that a page in a browser stays fresh, or says that it is old."""
 
 import html
@@ -9,7 +9,6 @@ import time
 import tracemalloc
 import zlib
 from base64 import b64encode
-from datetime import UTC, datetime, timedelta
 from urllib.parse import quote
 
 import pytest
@@ -18,7 +17,6 @@ from flask import abort, request
 from redis import Redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
-from rq.utils import utcformat
 from tests.producer.played_worker import PlayedWorker, publish
 from tests.support.dashboard_process import browser, require_dashboard  # noqa: F401
 from werkzeug.serving import make_server
@@ -64,15 +62,10 @@ def words(text):
     return " ".join(html.unescape(re.sub(r"(?s)<[^>]*>", " ", shown)).split())
 
 
-def register(connection, name, *queues, beat_s_ago=0.0, alive=True, **more):
+def register(connection, name, *queues, alive=True, **more):
     """A worker as it registers itself; a dead one has only its name left."""
     connection.sadd("rq:workers", f"rq:worker:{name}")
-    if not alive:
-        return
-    beat = utcformat(datetime.now(UTC) - timedelta(seconds=beat_s_ago))
-    fields = {"state": "busy", "hostname": "mac", "pid": 7, "queues": ",".join(queues), "last_heartbeat": beat}
-    connection.hset(f"rq:worker:{name}", mapping=fields | {"successful_job_count": 2})
-    if name.startswith("stoker-"):
+    if alive:
         now = {"at": time.time(), "tokens_per_s": 12.5, "jobs_per_min": 3, "in_flight": 1, "in_batch": 1}
         now |= {"hit_share": 0.5, "done": 5, "failed": 0}
         publish(connection, name, *queues, **{"model": "qwen", "now": now, **more})
@@ -83,7 +76,6 @@ def run_on(connection, producer, name):
     PlayedWorker(connection).start(job_id, tokens=34)
     connection.hset(f"rq:job:{job_id}", "worker_name", name)
     connection.zadd("rq:wip:generate", {f"{job_id}:e": 2e9})
-    connection.sadd(f"rq:worker:{name}:executions", f"{job_id}:e")
     return job_id
 
 
@@ -186,34 +178,6 @@ def test_a_jobs_page_shows_what_the_job_is_at(page, producer, connection):
     assert "no worker listens" in facts(page(f"/0/view/job/{waiting}"))["State"]
 
 
-def test_the_workers_page_shows_dead_workers_as_dead_and_forgets_none(page, producer, connection):
-    kept, lost = (run_on(connection, producer, name) for name in ("stoker-mac", "stoker-gone"))
-    register(connection, "stoker-mac", "generate", beat_s_ago=300)
-    register(connection, "stoker-gone", alive=False)
-    register(connection, "mailer", "mail", beat_s_ago=10_000)
-    register(connection, "mailer-gone", alive=False)
-    for _ in range(2):  # RQ's own list of workers removes the dead ones when it is read
-        gone, mailer, mac = json.loads(page("/0/data/workers.json"))["workers"]
-    progress = f"generate for agent '{MARKUP}' (decode, 34 tokens, 8.5/s)"
-    assert mac == {
-        **{"name": "stoker-mac", "state": "busy", "host": "mac", "pid": "7", "queues": "generate", "model": "qwen"},
-        **{"heartbeat": "5 min ago", "lease": "generate #5", "tokens_per_s": "12.5", "done": "5", "failed": "0"},
-        **{"running": 1, "jobs": [{"job_id": kept, "text": progress}]},
-    }
-    assert [gone[name] for name in ("name", "state", "heartbeat", "lease")] == ["stoker-gone", "DEAD", "-", "over"]
-    assert [job["job_id"] for job in gone["jobs"]] == [lost]
-    shown = [mailer[name] for name in ("name", "state", "heartbeat", "model", "done", "failed")]
-    assert shown == ["mailer", "busy", "3 h ago", "-", "2", "0"]
-    text = words(page("/0/view/workers"))
-    assert f"stoker-gone DEAD - over - - - - 1 left behind {progress}" in text
-    assert (
-        f"stoker-mac process 7 on mac queues generate busy 5 min ago generate #5 qwen 12.5 5 0 1 running {progress}"
-        in text
-    )
-    assert "a secret" not in text
-    assert "<b>" not in page("/0/view/workers")
-
-
 def test_the_stoker_page_shows_what_stoker_status_shows(page, producer, connection):
     text = words(page("/0/view/stoker"))
     assert "no queues" in text
@@ -229,6 +193,8 @@ def test_the_stoker_page_shows_what_stoker_status_shows(page, producer, connecti
     assert f'href="/0/view/job/{job_id}"' in text
     assert text.count('<tr class="failed">') == 2  # the dead worker and its job
     assert 'href="/0/view/jobs/nightly/queued/8/asc/1"' in text
+    assert "a secret" not in text
+    assert "<b>" not in text
 
 
 def test_a_server_that_refuses_to_write_is_named_where_workers_look_dead(page, connection):
@@ -236,8 +202,7 @@ def test_a_server_that_refuses_to_write_is_named_where_workers_look_dead(page, c
     try:
         connection.config_set("maxmemory-policy", "noeviction")
         connection.config_set("maxmemory", 1)
-        for path in ("/0/view/stoker", "/0/view/workers"):
-            assert "Redis is full (maxmemory), and refuses jobs and results" in words(page(path))
+        assert "Redis is full (maxmemory), and refuses jobs and results" in words(page("/0/view/stoker"))
     finally:
         for name, value in most.items():
             connection.config_set(name, value)
@@ -247,11 +212,12 @@ def test_every_page_leads_to_the_stoker_page(page, producer):
     job_id = producer.submit(prompt="x").job_id
     for path in ("/", "/0/view/jobs", "/0/view/workers", "/0/view/stoker", f"/0/view/job/{job_id}"):
         assert page(path).count('href="/0/view/stoker"') == 1
+        assert 'href="/0/view/workers"' not in page(path)
 
 
 def test_while_redis_is_away_a_page_says_so_in_one_line(build):
     client = build(Redis(port=1, retry=Retry(NoBackoff(), 0))).test_client()
-    for path in ("/0/view/jobs", "/0/view/workers", "/0/view/stoker", "/0/view/job/x"):
+    for path in ("/0/view/jobs", "/0/view/stoker", "/0/view/job/x"):
         answer = client.get(path)
         assert (answer.status_code, answer.text.count("\n")) == (503, 1)
 
@@ -271,7 +237,7 @@ def test_a_page_asks_again_and_says_when_its_figures_are_old(build, connection, 
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        for path in ("/0/view/stoker", "/0/view/workers", f"/0/view/job/{job_id}"):
+        for path in ("/0/view/stoker", f"/0/view/job/{job_id}"):
             [notice] = re.findall(r'<p id="old".*?>', browser.dom(f"http://127.0.0.1:{server.port}{path}"))
             assert "none" not in notice
         assert asked.count(f"/0/data/job/{job_id}.json") > 1
