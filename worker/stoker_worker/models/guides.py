@@ -5,10 +5,10 @@ refuses what it does not support; its matcher does not raise: after an error, it
 """
 
 import json
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -112,21 +112,24 @@ def forbid(mask: TokenMask, ids: "np.ndarray[Any, Any]") -> None:
 
 
 @dataclass
-class Thinking:
-    """
+class Marked:
+    """The part of an answer that is inside markers: its thinking, or its calls.
+
     Attributes:
         start_ids, end_ids: the markers around it.
         opened: whether the prompt ends inside it.
         most: most tokens that it may have, without its markers; ``None``: any number.
         is_inside: whether the answer is in it now. Elsewhere its start marker may come.
+        has_ended: whether the answer has come out of it.
         n_tokens: its tokens so far, with the part of an end marker that has begun.
     """
 
     start_ids: tuple[int, ...]
     end_ids: tuple[int, ...]
-    opened: bool
-    most: int | None
+    opened: bool = False
+    most: int | None = None
     is_inside: bool = field(init=False)
+    has_ended: bool = field(init=False)
     n_tokens: int = field(init=False)
     _newest: tuple[int, ...] = field(init=False)
 
@@ -135,7 +138,7 @@ class Thinking:
 
     def restart(self) -> None:
         """Go back to the beginning of the answer."""
-        self.is_inside, self.n_tokens, self._newest = self.opened, 0, ()
+        self.is_inside, self.has_ended, self.n_tokens, self._newest = self.opened, False, 0, ()
 
     def take(self, token: int) -> None:
         """The answer's next token."""
@@ -144,11 +147,12 @@ class Thinking:
         self._newest = (*self._newest, token)[-len(marker) :]
         if self._newest == marker:
             self.n_tokens -= len(marker) * self.is_inside
+            self.has_ended = self.has_ended or self.is_inside
             self.is_inside, self._newest = not self.is_inside, ()
 
     @property
     def forced(self) -> int | None:
-        """The only token that may come next, when there was enough thinking: it leads to its end."""
+        """The only token that may come next, when there was enough of it: it leads to its end."""
         if not self.is_inside or self.most is None or self.n_tokens < self.most:
             return None
         return self.next_of_marker
@@ -162,41 +166,11 @@ class Thinking:
     def n_begun(self) -> int:
         """How many tokens of that marker the answer ends with."""
         longest = min(len(self._newest), len(self._marker) - 1)
-        return next((n for n in range(longest, 0, -1) if _ends_with(self._newest, self._marker[:n])), 0)
+        return next((n for n in range(longest, 0, -1) if self._newest[-n:] == self._marker[:n]), 0)
 
     @property
     def _marker(self) -> tuple[int, ...]:
         return self.end_ids if self.is_inside else self.start_ids
-
-
-@dataclass
-class FirstCall:
-    """Follows an answer without a grammar to the end of its first call.
-
-    Attributes:
-        start_ids, end_ids: the markers around a call.
-    """
-
-    start_ids: tuple[int, ...]
-    end_ids: tuple[int, ...]
-    has_ended: bool = field(default=False, init=False)
-    _is_inside: bool = field(default=False, init=False)
-    _newest: tuple[int, ...] = field(default=(), init=False)
-
-    def restart(self) -> None:
-        """Go back to the beginning of the answer."""
-        self.has_ended, self._is_inside, self._newest = False, False, ()
-
-    def take(self, token: int) -> None:
-        """The answer's next token outside thinking."""
-        marker = self.end_ids if self._is_inside else self.start_ids
-        self._newest = (*self._newest, token)[-len(marker) :]
-        if self._newest == marker:
-            self.has_ended, self._is_inside, self._newest = self._is_inside, True, ()
-
-
-def _ends_with(tokens: Sequence[int], end: tuple[int, ...]) -> bool:
-    return tuple(tokens[-len(end) :]) == end
 
 
 @dataclass(frozen=True)
@@ -240,33 +214,28 @@ class GrammarGuide:
 
     vocabulary: Vocabulary
     grammar: Grammar | None
-    thinking: Thinking | None
-    first_call: FirstCall | None = None
+    thinking: Marked | None
+    first_call: Marked | None = None
     error: StokerError | None = field(default=None, init=False)
-    _has_ended: bool = field(default=False, init=False)
+    _has_ended: bool = field(init=False)
     _in_grammar: bool = field(init=False)
     _may_open: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        """At the beginning of the answer."""
-        self._in_grammar = self.thinking is None
+        self.start(())
         if self.thinking is not None and self.grammar is not None:
             # A grammar that wants the marker itself gets it.
-            marker = self.thinking.start_ids[0]
-            self._may_open = not allows(self.grammar.mask(), marker)
+            self._may_open = not allows(self.grammar.mask(), self.thinking.start_ids[0])
 
     def fork(self) -> "GrammarGuide":
         grammar = self.grammar.fork() if self.grammar else None
-        other = GrammarGuide(self.vocabulary, grammar, copy(self.thinking), copy(self.first_call))
-        other.start(())
-        return other
+        return GrammarGuide(self.vocabulary, grammar, copy(self.thinking), copy(self.first_call))
 
     def start(self, generated: Sequence[int]) -> None:
         self._has_ended, self._in_grammar = False, self.thinking is None
-        if self.thinking is not None:
-            self.thinking.restart()
-        if self.first_call is not None:
-            self.first_call.restart()
+        for marked in (self.thinking, self.first_call):
+            if marked is not None:
+                marked.restart()
         if self.grammar is not None:
             self.grammar.start(())
         for token in generated:
@@ -296,7 +265,7 @@ class GrammarGuide:
         elif self.thinking is not None:
             self._take_before_grammar(self.thinking, token)
 
-    def _take_before_grammar(self, thinking: Thinking, token: int) -> None:
+    def _take_before_grammar(self, thinking: Marked, token: int) -> None:
         if self.grammar is None:
             thinking.take(token)
         elif thinking.is_inside:
@@ -355,8 +324,7 @@ class GrammarGuides:
         self._wrapper = wrapper
         self._form = form
         self._eos_ids = frozenset(wrapper.eos_token_ids)
-        self._made: LLTokenizer | GuideRefused | None = None
-        self._compiled: OrderedDict[str, Grammar] = OrderedDict()
+        self._compiled = lru_cache(_MOST_KEPT)(self._compile)
 
     def guide_for(self, request: GenerationRequest, prompt_ids: Sequence[int]) -> GrammarGuide | None:
         """As `GuideMaker.guide_for`."""
@@ -371,24 +339,24 @@ class GrammarGuides:
         grammar = None if text is None else self._grammar(text)
         return GrammarGuide(self._vocabulary(), grammar, thinking, first_call)
 
-    def _first_call(self, request: GenerationRequest) -> FirstCall | None:
+    def _first_call(self, request: GenerationRequest) -> Marked | None:
         """``None`` if more may follow the first call, or if no token can be made to follow it: then only the first one
         of several calls is kept."""
         form = self._form
         ends = not request.ignore_eos and self._eos_ids and form.tool_start_ids and form.tool_end
         if request.parallel_tool_calls or not request.offered_tools or not ends:
             return None
-        return FirstCall(form.tool_start_ids, self._ids_of(form.tool_end or ""))
+        return Marked(form.tool_start_ids, self._ids_of(form.tool_end or ""))
 
     def _ids_of(self, marker: str) -> tuple[int, ...]:
         return tuple(self._wrapper._tokenizer.encode(marker, add_special_tokens=False))
 
-    def _thinking(self, request: GenerationRequest, prompt_ids: Sequence[int]) -> Thinking | None:
+    def _thinking(self, request: GenerationRequest, prompt_ids: Sequence[int]) -> Marked | None:
         form = self._form
         if not form.think_start_ids or not form.think_end_ids:
             return None
         opened = form.state_after(prompt_ids) == "reasoning"
-        return Thinking(form.think_start_ids, form.think_end_ids, opened, request.max_reasoning_tokens)
+        return Marked(form.think_start_ids, form.think_end_ids, opened, request.max_reasoning_tokens)
 
     def _vocabulary(self) -> Vocabulary:
         calls = self._form.tool_start_ids
@@ -398,13 +366,7 @@ class GrammarGuides:
         """A copy of the compiled grammar, at its beginning."""
         if len(text.encode()) > MOST_GRAMMAR_BYTES:
             raise GuideRefused(f"the grammar has {len(text.encode())} bytes, the limit is {MOST_GRAMMAR_BYTES}")
-        found = self._compiled.pop(text, None)
-        if found is None:
-            found = self._compile(text)
-        self._compiled[text] = found
-        while len(self._compiled) > _MOST_KEPT:
-            self._compiled.popitem(last=False)
-        return found.fork()
+        return self._compiled(text).fork()
 
     def _compile(self, text: str) -> Grammar:
         """
@@ -413,22 +375,16 @@ class GrammarGuides:
         """
         if not self._eos_ids:
             raise GuideRefused("this model has no end-of-sequence token, so no answer could end where its grammar does")
-        grammar = Grammar(LLMatcher(self._tokenizer(), text, log_level=0, limits=_LIMITS), self._eos_ids)
+        grammar = Grammar(LLMatcher(self._tokenizer, text, log_level=0, limits=_LIMITS), self._eos_ids)
         first = grammar.mask()
         problem = grammar.problem or (None if first.any() else "no answer fits it")
         if problem is not None:
             raise GuideRefused(f"this grammar or schema cannot be compiled: {problem[:_MOST_REASON]}")
         return grammar
 
+    @cached_property
     def _tokenizer(self) -> LLTokenizer:
         """Made for the first grammar: it takes up to a second, and most workers need none."""
-        if self._made is None:
-            self._made = self._make_tokenizer()
-        if isinstance(self._made, GuideRefused):
-            raise self._made
-        return self._made
-
-    def _make_tokenizer(self) -> LLTokenizer | GuideRefused:
         backend = deepcopy(self._wrapper._tokenizer.backend_tokenizer)
         backend.no_padding()
         backend.no_truncation()
@@ -437,7 +393,7 @@ class GrammarGuides:
             return LLTokenizer(backend.to_str(), eos_token=known or None)
         except Exception as error:  # it raises ValueError for what it does not know, and what its parser raises
             reason = message_line(error)[:_MOST_REASON]
-            return GuideRefused(f"no grammar can guide this model's tokenizer: {reason}")
+            raise GuideRefused(f"no grammar can guide this model's tokenizer: {reason}") from None
 
     def _call_tokens(self) -> CallTokens:
         form, tokens = self._form, self._wrapper._tokenizer.backend_tokenizer.get_added_tokens_decoder()
