@@ -86,7 +86,7 @@ def private_names(tree: ast.AST) -> set[str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
         and re.match("_[a-z]", node.attr)
-        and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", "os"))
+        and ast.unparse(node.value) not in ("self", "cls", "super()", "os")
     }
     return imported | attributes
 

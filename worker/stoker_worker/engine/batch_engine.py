@@ -258,7 +258,7 @@ class BlockPoolBatchEngine(GenerationEnginePort):
             assert sequence.generator_uid is not None
             out = self._generator.take_out(sequence.generator_uid)
             if out.n_tokens != sequence.n_tokens + n_after:
-                raise RuntimeError(f"a sequence of {sequence.n_tokens} tokens has {out.n_tokens} in its cache")
+                raise ValueError(f"a sequence of {sequence.n_tokens} tokens has {out.n_tokens} in its cache")
             caches = out.caches
         cache = cache_to_save(sequence, caches, self._spec)
         self._scheduler.drop(sequence)
@@ -302,25 +302,25 @@ def assemble(
     prefill_tokens: int,
     max_step_s: float,
     draft_ngram: bool = False,
-    watch: Callable[[Generator], Generator] | None = None,
+    make: "Callable[..., BlockPoolBatchEngine]" = BlockPoolBatchEngine,
 ) -> BlockPoolBatchEngine:
     """An engine over `model` with `max_bytes` of KV memory, in the mode of `loaded`.
 
     Args:
         draft_ngram: whether rows may get drafts, where the mode is in rows and all layers are full attention.
-        watch: wraps each generator that the engine makes; a trial observes it there.
+        make: a trial has an engine of its own kind.
     """
     batching = loaded.mode.batching
     if batching in (Batching.ONE_AT_A_TIME, Batching.AS_MLX_LM):
         max_batch = max_prefilling = 1
         chunk_tokens = REFERENCE_CHUNK_TOKENS if batching == Batching.AS_MLX_LM else None
-        make: Callable[[], Generator] = partial(SingleGenerator, model, chunk_tokens=chunk_tokens)
+        make_generator: Callable[[], Generator] = partial(SingleGenerator, model, chunk_tokens=chunk_tokens)
     elif batching == Batching.ROWS:
         max_prefilling = MOST_PREFILLING
-        make = partial(RowsGenerator, model, loaded.spec, draft_ngram=draft_ngram)
+        make_generator = partial(RowsGenerator, model, loaded.spec, draft_ngram=draft_ngram)
     else:
         max_prefilling = 1 if batching == Batching.SINGLE_PREFILL else MOST_PREFILLING
-        make = partial(
+        make_generator = partial(
             BatchedGenerator,
             model,
             max_batch=max_batch,
@@ -329,12 +329,10 @@ def assemble(
         )
     kv_cost = KVCost(loaded.spec, prefill_tokens, in_rows=batching == Batching.ROWS)
     pool = BlockPool(max_bytes // kv_cost.block_bytes)
-    if watch is None:
-        _log.info("KV memory: %d blocks of %d bytes (%d MB)", pool.total, kv_cost.block_bytes, max_bytes // 2**20)
-    return BlockPoolBatchEngine(
+    return make(
         model,
         loaded,
-        make_generator=make if watch is None else lambda: watch(make()),
+        make_generator=make_generator,
         pool=pool,
         kv_cost=kv_cost,
         budget=PrefillBudget(max_step_s, prefill_tokens),

@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from stoker_shared.text import one_line
@@ -73,49 +72,6 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, int]]:
         fields = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
         for inner, one in fields.items():
             yield from _numbers(str(inner), one)
-
-
-_NUDGE: Final = 1e-6
-_MOST_TIMES: Final = 1000
-"""Among all architectures, the answers of one that rounds inside moved by at least 5,600 times the nudge, those of
-others by at most 30 times."""
-
-_COMPARED: Final = 256
-"""Tokens at the end of each chunk whose logits are compared: those of all would take gigabytes."""
-
-
-def rounds_inside(model: Any, ids: Sequence[int]) -> bool:
-    """True if the answers of a float32 model to `ids` jump when weights change in their last places.
-
-    Only vectors change, such as the weights of norms, because they are small; they are put back.
-    """
-    weights = [(name, array) for name, array in tree_flatten(model.parameters()) if _is_vector(array)]
-    right, nudged = tree_unflatten(weights), tree_unflatten([(name, w * (1 + _NUDGE)) for name, w in weights])
-    caches, caches_nudged, furthest = make_prompt_cache(model), make_prompt_cache(model), 0.0
-    try:
-        for start in range(0, len(ids), REFERENCE_CHUNK_TOKENS):
-            chunk = mx.array([ids[start : start + REFERENCE_CHUNK_TOKENS]])
-            logprobs = _last(model, chunk, caches)
-            model.update(nudged)
-            moved = mx.sqrt(mx.mean((_last(model, chunk, caches_nudged) - logprobs) ** 2, axis=-1))
-            model.update(right)
-            furthest = max(furthest, float((moved / mx.std(logprobs, axis=-1)).max()))
-    finally:
-        model.update(right)
-    return furthest > _MOST_TIMES * _NUDGE
-
-
-def _is_vector(array: mx.array) -> bool:
-    return array.ndim == 1 and mx.issubdtype(array.dtype, mx.floating)
-
-
-def _last(model: Any, chunk: mx.array, caches: list[Any]) -> mx.array:
-    """Log-probabilities (tokens, vocabulary) after the last tokens of a chunk, evaluated."""
-    logits = model(chunk, cache=caches)[0, -_COMPARED:]
-    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    logprobs = mx.where(mx.isfinite(logprobs), logprobs, 0.0)  # some models rule tokens out
-    mx.eval(logprobs, [cache.state for cache in caches])
-    return logprobs
 
 
 _VERSIONS: Final = ("mlx", "mlx-lm", "stoker")
@@ -206,29 +162,35 @@ def prove(
     """
     runs_in_rows = why_not_in_rows(model, loaded.spec) is None
     try:
-        planned = _plan(model, loaded, max_batch, runs_in_rows, most_s)
+        plans, left_out = _plan(model, loaded, max_batch, runs_in_rows, most_s)
         precision = _precision(model, loaded)
-        trials = _Trials(model, loaded, planned, max_batch, draft_ngram)
+        trials = [(one, Reference(model, one)) for one in plans]
     except Exception as error:  # the model itself cannot run a sequence of more than one token in one pass
         alone = f"alone: {one_line(error)}"
         return Verdict(WIDEST_FIRST[-1], (alone,), may_pass(error))
-    why = [planned.left_out] if planned.left_out else []
+
+    def found_in(mode: ServingMode, limit: Limit, *, with_rows: bool) -> Found:
+        try_one = partial(
+            try_plan, model, replace(loaded, mode=mode), max_batch=max_batch, draft_ngram=draft_ngram, limit=limit
+        )
+        found = all_found(try_one(*trial) for trial in trials if with_rows or not trial[0].is_for_rows)
+        _log.debug("tried %s: %s", mode, found)
+        return found
+
+    why = [left_out] if left_out else []
     if not can_be_batched(model):
         why.append(f"{Batching.BATCHED}: mlx-lm cannot put caches of this model's kind into one batch")
-    candidates = list(_candidates(model, loaded, runs_in_rows))
-    found = _widest(trials, candidates, precision)
-    if found.why and precision == "float32" and rounds_inside(model, trials.longest):
-        found = _widest(trials, candidates, IN_8_BITS)
+    found = _widest(found_in, _candidates(model, loaded, runs_in_rows), precision)
     if found.may_pass and most_s > 0.0:  # long sequences, perhaps, need more memory than there is
         return prove(model, loaded, max_batch=max_batch, draft_ngram=draft_ngram, most_s=0.0)
     return replace(found, why=(*why, *found.why))
 
 
-def _widest(trials: "_Trials", candidates: Sequence[ServingMode], precision: str) -> Verdict:
+def _widest(found_in: Callable[..., Found], candidates: Iterable[ServingMode], precision: str) -> Verdict:
     """The first of `candidates` that is right, and the faults of those before it."""
     limit = Limit.of(precision)
     if not limit.at_every_step:  # a sequence that runs alone shows how much is rounding
-        single = trials.found_in(ServingMode(Batching.ONE_AT_A_TIME), limit, with_rows=True)
+        single = found_in(ServingMode(Batching.ONE_AT_A_TIME), limit, with_rows=True)
         limit = Limit.of(precision, rounding=single.apart)
     right_when_fresh: set[Batching] = set()
     why: list[str] = []
@@ -236,7 +198,7 @@ def _widest(trials: "_Trials", candidates: Sequence[ServingMode], precision: str
     for candidate in candidates:
         if candidate.batching in right_when_fresh:
             return Verdict(candidate, tuple(why), passing)
-        found = trials.found_in(candidate, limit, with_rows=candidate.batching == Batching.ROWS)
+        found = found_in(candidate, limit, with_rows=candidate.batching == Batching.ROWS)
         passing = passing or found.may_pass
         if found.fresh is None and found.restored is None:
             return Verdict(candidate, tuple(why), passing)
@@ -244,24 +206,6 @@ def _widest(trials: "_Trials", candidates: Sequence[ServingMode], precision: str
             right_when_fresh.add(candidate.batching)
         why.append(f"{candidate}: {found.fresh or f'restored: {found.restored}'}")
     return Verdict(WIDEST_FIRST[-1], tuple(why), passing)
-
-
-class _Trials:
-    """The planned trials of one model, each with its reference."""
-
-    def __init__(self, model: Any, loaded: LoadedModel, planned: "_Planned", max_batch: int, draft_ngram: bool) -> None:
-        self._loaded = loaded
-        self._try = partial(try_plan, model, max_batch=max_batch, draft_ngram=draft_ngram)
-        self._of_all = [(one, Reference(model, one)) for one in planned.of_all]
-        self._of_rows = [(one, Reference(model, one)) for one in planned.of_rows]
-        self.longest = max((sequence.ids for one in planned.of_all for sequence in one.sequences), key=len)
-
-    def found_in(self, mode: ServingMode, limit: Limit, *, with_rows: bool) -> Found:
-        trials = [*self._of_all, *(self._of_rows if with_rows else ())]
-        in_mode = replace(self._loaded, mode=mode)
-        found = all_found(self._try(in_mode, one, reference, limit=limit) for one, reference in trials)
-        _log.debug("tried %s: %s", mode, found)
-        return found
 
 
 def _candidates(model: Any, loaded: LoadedModel, runs_in_rows: bool) -> Iterator[ServingMode]:
@@ -276,22 +220,14 @@ def _candidates(model: Any, loaded: LoadedModel, runs_in_rows: bool) -> Iterator
             yield mode
 
 
-@dataclass(frozen=True)
-class _Planned:
+def _plan(
+    model: Any, loaded: LoadedModel, max_batch: int, runs_in_rows: bool, most_s: float
+) -> tuple[list[TrialPlan], str]:
+    """The sequences to try: across windows and sparse budgets, and with common beginnings, where there is time.
+
+    Returns:
+        the plans, and what is not tried, for the log; empty if nothing is left out.
     """
-    Attributes:
-        of_all: plans that are tried in every mode.
-        of_rows: those that are tried in rows besides.
-        left_out: what is not tried, for the log; empty if nothing is.
-    """
-
-    of_all: list[TrialPlan]
-    of_rows: list[TrialPlan]
-    left_out: str
-
-
-def _plan(model: Any, loaded: LoadedModel, max_batch: int, runs_in_rows: bool, most_s: float) -> _Planned:
-    """The sequences to try: across windows and sparse budgets, and with common beginnings, where there is time."""
     most = loaded.context_tokens
     text_ids = _text_ids(loaded.tokenizer, model(mx.array([[0]])).shape[-1])
     kv_heads = {layer.n_kv_heads for layer in loaded.spec.layers}
@@ -306,11 +242,8 @@ def _plan(model: Any, loaded: LoadedModel, max_batch: int, runs_in_rows: bool, m
     tried = {n for n, one in crossing.items() if one.longest <= reached}
     untried = [f"sequences longer than {n} tokens" for n in wanted if n not in tried]
     untried += ["common beginnings" for one in of_rows if one.shares and one.longest > reached]
-    return _Planned(
-        [crossing[max(tried)] if tried else make()],
-        [one for one in of_rows if one.longest <= reached or not one.shares],
-        f"not tried: {', '.join(untried)}" if untried else "",
-    )
+    plans = [crossing[max(tried)] if tried else make(), *(x for x in of_rows if x.longest <= reached or not x.shares)]
+    return plans, f"not tried: {', '.join(untried)}" if untried else ""
 
 
 def _reached(model: Any, plans: Sequence[TrialPlan], within_s: float) -> int:

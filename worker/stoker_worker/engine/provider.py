@@ -83,7 +83,9 @@ class MlxProvider(ModelProviderPort):
             max_step_s=settings.max_step_s,
             draft_ngram=settings.draft_ngram,
         )
-        return engine, replace(loaded, kv_tokens=engine.longest_sequence)
+        loaded = replace(loaded, kv_tokens=engine.longest_sequence)
+        _log.info("KV memory: %d MB; a sequence has at most %d tokens", self._kv_bytes(model) >> 20, loaded.kv_tokens)
+        return engine, loaded
 
     @property
     def model(self) -> str:

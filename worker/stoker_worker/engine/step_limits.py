@@ -3,6 +3,7 @@ Pure; engine thread.
 """
 
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Collection
 from typing import Final
@@ -93,8 +94,8 @@ class PrefillBudget:
     def __init__(self, max_step_s: float, most_tokens: int) -> None:
         """
         Args:
-            max_step_s: most seconds of prefill in one step. It may be more while a batch fills up, and where a pass of
-                few tokens takes more than half of that.
+            max_step_s: most seconds of prefill in one step; infinite: each takes `most_tokens`. It may be more while a
+                batch fills up, and where a pass of few tokens takes more than half of that.
             most_tokens: most tokens of one sequence in one step, whatever their time.
         """
         self._max_step_s = max_step_s
@@ -107,6 +108,8 @@ class PrefillBudget:
 
     def chunk_tokens(self, *, decoding: int, prefilling: int, waiting: int) -> int:
         """Tokens of each sequence in prefill for the next step; 0 for a step that only decodes."""
+        if self._max_step_s == math.inf:
+            return self._most_tokens
         if decoding and self._owed_s > 0:
             return 0
         if not self._passes:

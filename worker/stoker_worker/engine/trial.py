@@ -13,9 +13,10 @@ and repeat themselves.
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any, Final, cast
 
@@ -26,12 +27,13 @@ from numpy.typing import NDArray
 
 from stoker_shared.request import GenerationRequest
 from stoker_shared.text import one_line
-from stoker_worker.engine.batch_engine import assemble
-from stoker_worker.engine.generator import Generator, Prefilled, SequenceStart, TakenOut, TokenOutput
+from stoker_worker.engine.batch_engine import BlockPoolBatchEngine, assemble
+from stoker_worker.engine.generator import TokenOutput
 from stoker_worker.engine.kv_memory import MOST_APART
 from stoker_worker.engine.mlx_generators import REFERENCE_CHUNK_TOKENS
 from stoker_worker.engine.scheduler import LEAST_SHARED
-from stoker_worker.ports import GenerationWork, LoadedModel, SequenceCache, TokenizerPort
+from stoker_worker.engine.sequence import Sequence as EngineSequence
+from stoker_worker.ports import CompletedGeneration, GenerationWork, LoadedModel, SequenceCache, TokenizerPort
 
 SHORTEST_SPAN: Final = 12
 """Every plan crosses so many tokens."""
@@ -103,11 +105,13 @@ class TrialPlan:
         sequences: in the order in which they join.
         chunk_tokens: prompt tokens of a sequence in one step.
         shares: whether sequences that begin alike may share their beginning.
+        is_for_rows: whether it is tried in rows only.
     """
 
     sequences: tuple[TrialSequence, ...]
     chunk_tokens: int
     shares: bool = False
+    is_for_rows: bool = False
 
     @property
     def longest(self) -> int:
@@ -142,7 +146,8 @@ def plan(
 
 def plan_in_two_groups(text_ids: Sequence[int]) -> TrialPlan:
     """For rows: two short sequences and two long ones, more than `MOST_APART` tokens apart."""
-    return _with_chunks([_sequence(text_ids, i, n, _ANSWERS[i % len(_ANSWERS)]) for i, n in enumerate(_IN_TWO_GROUPS)])
+    sequences = [_sequence(text_ids, i, n, _ANSWERS[i % len(_ANSWERS)]) for i, n in enumerate(_IN_TWO_GROUPS)]
+    return replace(_with_chunks(sequences), is_for_rows=True)
 
 
 def plan_of_alike(text_ids: Sequence[int]) -> TrialPlan:
@@ -157,7 +162,7 @@ def plan_of_alike(text_ids: Sequence[int]) -> TrialPlan:
         ids = (*common, *own, *again, *more)
         n_prompt = _IN_COMMON + n_apart + _REPEATED
         sequences.append(TrialSequence(ids, n_prompt, _REPEATED + 1, joins=number == 2))
-    return TrialPlan(tuple(sequences), chunk_tokens=LEAST_SHARED // 2 + 3, shares=True)
+    return TrialPlan(tuple(sequences), chunk_tokens=LEAST_SHARED // 2 + 3, shares=True, is_for_rows=True)
 
 
 def _with_chunks(sequences: Sequence[TrialSequence]) -> TrialPlan:
@@ -178,71 +183,21 @@ def _text(text_ids: Sequence[int], start: int, n_tokens: int) -> tuple[int, ...]
     return tuple(text_ids[(start + i + i // len(text_ids)) % len(text_ids)] for i in range(n_tokens))
 
 
-class WatchedGenerator:
-    """A generator whose sequences output the tokens of a plan, in chunks of the plan's size."""
+class _PlannedTokens:
+    """Draws a sequence's planned tokens, one after the other; mlx-lm draws one more than it outputs. Implements
+    `Sampling`, in place of the request's."""
 
-    def __init__(
-        self,
-        generator: Generator,
-        plan: TrialPlan,
-        on_logprobs: Callable[[TrialSequence, int, Any], None],
-        on_error: Callable[[Exception], None],
-    ) -> None:
-        """
-        Args:
-            on_logprobs: called with each sequence, its number of tokens and the log-probabilities after them.
-            on_error: called with the exception of a step that breaks, before it is raised.
-        """
-        self._generator = generator
-        self._plan = plan
-        self._on_logprobs = on_logprobs
-        self._on_error = on_error
-        self._at: dict[int, tuple[TrialSequence, int]] = {}
+    processors: tuple[Any, ...] = ()
+    error: Exception | None = None
 
-    def insert(self, start: SequenceStart) -> int:
-        ids = (*start.cached_ids, *(token for segment in start.segments for token in segment))
-        planned = next(sequence for sequence in self._plan.sequences if sequence.ids[: len(ids)] == ids)
-        uid = self._generator.insert(replace(start, sampler=_PlannedSampler(planned.ids[len(ids) :])))
-        self._at[uid] = planned, len(ids)
-        return uid
+    def __init__(self, planned: TrialSequence, n_prompt: int) -> None:
+        self.planned = planned
+        self.sampler = self
+        self._ids = planned.ids[n_prompt:]
+        self.start(0)
 
-    def next(self, chunk_tokens: int) -> tuple[list[Prefilled], list[TokenOutput]]:
-        try:
-            prefilled, outputs = self._generator.next(self._plan.chunk_tokens)
-            for output in outputs:
-                sequence, n_tokens = self._at[output.uid]
-                self._on_logprobs(sequence, n_tokens, output.logprobs)
-                self._at[output.uid] = sequence, n_tokens + 1
-        except Exception as error:
-            self._on_error(error)
-            raise
-        return prefilled, outputs
-
-    def peek(self, uid: int) -> list[Any]:
-        return self._generator.peek(uid)
-
-    def beginning(self, uid: int, n_tokens: int) -> list[Any]:
-        return self._generator.beginning(uid, n_tokens)
-
-    def share(self, uid: int, n_tokens: int) -> Any:
-        return self._generator.share(uid, n_tokens)
-
-    def take_out(self, uid: int) -> TakenOut:
-        return self._generator.take_out(uid)
-
-    def remove(self, uid: int) -> None:
-        self._generator.remove(uid)
-
-    def close(self) -> None:
-        self._generator.close()
-
-
-class _PlannedSampler:
-    """Draws planned tokens, one after the other; mlx-lm samples one token more than it outputs."""
-
-    def __init__(self, ids: Sequence[int]) -> None:
-        self._ids = ids
-        self._n_drawn = 0
+    def start(self, n_drawn: int) -> None:
+        self._n_drawn = n_drawn
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         self._n_drawn += 1
@@ -255,8 +210,8 @@ class _PlannedSampler:
 Logprobs = NDArray[np.float32]
 
 IN_8_BITS: Final = "8 bits"
-"""The precision of a float32 model whose caches have 8 bits, or that rounds inside: keys that differ in the last place
-may round to different codes, so a sequence in a batch is about as far from itself alone as in half precision."""
+"""The precision of a float32 model whose caches have 8 bits: keys that differ in the last place may round to different
+codes, so a sequence in a batch is about as far from itself alone as in half precision."""
 
 _MOST_APART: Final = {"float32": 5e-3, IN_8_BITS: 0.05, "float16": 0.05, "bfloat16": 0.07}
 """Largest allowed difference between a sequence in a batch and the same one alone, by the model's precision: root mean
@@ -407,11 +362,15 @@ class _Trial:
             prefill_tokens=plan.chunk_tokens,
             max_step_s=math.inf,
             draft_ngram=draft_ngram,
-            watch=self._watch,
+            make=partial(_WatchedEngine, self),
         )
 
     def close(self) -> None:
         self._engine.close()
+
+    def planned(self, ids: tuple[int, ...]) -> TrialSequence:
+        """The sequence that begins with these tokens."""
+        return next(sequence for sequence in self._plan.sequences if sequence.ids[: len(ids)] == ids)
 
     def first_turn(self) -> list[_Observed]:
         """Some sequences from the start, the others once each of those has a token."""
@@ -462,15 +421,40 @@ class _Trial:
             if completion.cache is not None:
                 self._caches[uids[completion.uid]] = completion.cache
 
-    def _watch(self, generator: Generator) -> Generator:
-        return WatchedGenerator(generator, self._plan, self._on_logprobs, self._on_error)
-
-    def _on_logprobs(self, sequence: TrialSequence, n_tokens: int, logprobs: Any) -> None:
+    def note(self, sequence: TrialSequence, n_tokens: int, logprobs: Any) -> None:
+        """The log-probabilities after a sequence's first `n_tokens` tokens."""
         self._observed.append((sequence, n_tokens, np.asarray(logprobs.astype(mx.float32)).reshape(-1)))
 
-    def _on_error(self, error: Exception) -> None:
+    def broke(self, error: Exception) -> None:
+        """A step has raised this."""
         self.may_pass = self.may_pass or may_pass(error)
         self.error = self.error or one_line(error)
+
+
+class _WatchedEngine(BlockPoolBatchEngine):
+    """Its sequences output the tokens of the trial's plan, and the trial sees their log-probabilities."""
+
+    def __init__(self, trial: _Trial, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._trial = trial
+
+    def _make_sequence(self, uid: int, work: GenerationWork) -> EngineSequence:
+        sequence = super()._make_sequence(uid, work)
+        sequence.sampling = _PlannedTokens(self._trial.planned(work.prompt_ids), sequence.n_prompt)
+        return sequence
+
+    def _advance(self, outputs: Iterable[TokenOutput]) -> Iterator[CompletedGeneration]:
+        outputs, n_new = list(outputs), Counter[int]()
+        for output in outputs:
+            sequence = self._scheduler.decoding[output.uid]
+            assert isinstance(sequence.sampling, _PlannedTokens)
+            self._trial.note(sequence.sampling.planned, sequence.n_tokens + n_new[output.uid], output.logprobs)
+            n_new[output.uid] += 1
+        return super()._advance(outputs)
+
+    def _start_over(self, error: Exception) -> Iterator[CompletedGeneration]:
+        self._trial.broke(error)
+        return iter(())
 
 
 class _NoText:
