@@ -153,17 +153,6 @@ def test_another_piece_in_the_place_of_one_is_foreign_and_never_loaded(
     assert not pieces[left][1].exists()
 
 
-def test_the_agents_own_block_serves_when_the_prompts_is_damaged(agent: Agent, tmp_path: Path) -> None:
-    prompt = (*LONG[:400], *ids(200, seed=4))
-    Agent(agent.store, "other").say(prompt)
-    known = set(blocks_of(agent, tmp_path))
-    for path in set((tmp_path / "blocks").rglob("*.safetensors")) - known:
-        truncate(path)
-    restored = agent.restore(prompt)
-    assert restored.prefix is not None
-    assert (restored.prefix.n_tokens, restored.miss_reason) == (400, "block_corrupt")
-
-
 # --- transcripts ---
 
 

@@ -621,12 +621,6 @@ def _has_size(path: Path, n_bytes: int) -> bool:
 BITS: Final = {"q8": 8, "q4": 4}
 """Bits per element, by `StoreDtype`."""
 
-_WIDE: Final = 1e35
-"""From this scale on `q * scale` could exceed float32, so it is computed in float64. No real model comes near."""
-
-_LARGEST: Final = {"float32": float(np.finfo(np.float32).max), "float16": 65504.0, "uint16": (2 - 2**-7) * 2.0**127}
-"""Largest number of each dtype; uint16 holds bfloat16."""
-
 Quantised = tuple[Array, Array, Array]
 """(elements as uint8, scales, biases): shapes (heads, tokens, bytes), and twice (heads, tokens, groups) in float32."""
 
@@ -641,23 +635,19 @@ def quantise(array: Array, bits: int) -> Quantised:
     """
     Args:
         array: (heads, tokens, dim) in float32, float16, or uint16 that holds bfloat16. No working model has elements
-            that are not finite: NaN becomes 0, infinity the largest number of the dtype.
+            beyond 1e35, infinite or NaN: their groups come back as anything.
     """
     heads, tokens, dim = array.shape
     group = group_size(dim)
     wide = _as_float32(array).reshape(heads, tokens, dim // group, group)
     low, high = wide.min(axis=-1, initial=np.inf), wide.max(axis=-1, initial=-np.inf)
-    if not (np.isfinite(low).all() and np.isfinite(high).all()):
-        wide = np.nan_to_num(wide, posinf=_LARGEST[array.dtype.name], neginf=-_LARGEST[array.dtype.name])
-        low, high = wide.min(axis=-1), wide.max(axis=-1)
     levels = 2**bits - 1
     exact = (high.astype(np.float64) - low) / levels
     scales = exact.astype(np.float32)
     # Rounded up, so that the levels span from the lowest element to the highest, subnormal or not.
     scales = np.where(scales < exact, np.nextafter(scales, np.float32(np.inf)), scales)
     steps = np.where(scales > 0, scales, 1)[..., None]
-    offsets = wide - (low if scales.max(initial=0) < _WIDE else low.astype(np.float64))[..., None]
-    elements = np.rint(offsets / steps).clip(0, levels).astype(np.uint8).reshape(heads, tokens, dim)
+    elements = np.rint((wide - low[..., None]) / steps).clip(0, levels).astype(np.uint8).reshape(heads, tokens, dim)
     return (_packed(elements) if bits == 4 else elements), scales, low
 
 
@@ -669,14 +659,8 @@ def dequantise(quantised: Quantised, bits: int, target: Array) -> None:
         elements = _unpacked(elements, dim)
     wide = target if target.dtype == np.float32 else np.empty(target.shape, np.float32)
     grouped = wide.reshape(heads, tokens, scales.shape[-1], -1)  # a view: only the last axis is split
-    elements = elements.reshape(grouped.shape)
-    if scales.max(initial=0) < _WIDE:
-        np.multiply(elements, scales[..., None], out=grouped)
-        grouped += biases[..., None]
-    else:
-        most = _LARGEST["float32"]
-        exact = elements * scales[..., None].astype(np.float64) + biases[..., None]
-        np.copyto(grouped, exact.clip(-most, most), casting="same_kind")
+    np.multiply(elements.reshape(grouped.shape), scales[..., None], out=grouped)
+    grouped += biases[..., None]
     if target.dtype == np.uint16:
         target[:] = _to_bfloat16(wide)
     elif wide is not target:

@@ -171,13 +171,6 @@ class BlockLookup:
         n_tokens = sum(step.use_tokens for step in steps[:n_whole])
         # Those behind the first one, too: a power cut may tear many files, and what stays is not written again.
         faults = [FaultyPiece(step.path, step.piece.kind, fault) for step, fault in loaded[n_whole:] if fault]
-        # The prompt's block failed; the agent's own piece at this place may be another file.
-        other = self._own_step(n_whole) if faults else None
-        if other is not None and other.path != steps[n_whole].path:
-            if (fault := target.load(other, n_tokens)) is None:
-                n_tokens += other.use_tokens
-            else:
-                faults.insert(1, FaultyPiece(other.path, other.piece.kind, fault))
         return planned, n_tokens, tuple(faults)
 
     def _block_steps(self) -> list[_Step]:

@@ -56,10 +56,6 @@ class ExpectedEntry:
     order: Sequence[str]
     n_bytes: int = 0
 
-    @property
-    def is_next(self) -> bool:
-        return self.agent_id in self.order
-
 
 def _base_of(array: Array) -> Array:
     while isinstance(array.base, np.ndarray):
@@ -144,15 +140,6 @@ class RamCache:
             if self._make_room(self._n_bytes + entry.n_bytes, others):
                 self._add(agent_id, entry)
 
-    def renumber(self, agent_id: str, old: int, new: int) -> None:
-        """Version `new` has a transcript without a cache of its own; the cache of `old` serves as far as they agree."""
-        with self._lock:
-            entry = self._entries.get(agent_id)
-            if entry is None:
-                self._drop(agent_id)
-            elif entry.version == old:
-                self._entries[agent_id] = replace(entry, version=new)
-
     def drop(self, agent_id: str) -> None:
         with self._lock:
             self._drop(agent_id)
@@ -169,8 +156,7 @@ class RamCache:
         before `arrive` makes that worthless: it may be an older version by then. ``False``: there is an entry.
 
         Args:
-            order: the agents whose jobs are next, the next one first: those behind `agent_id` make room for it. For an
-                agent that is not among them nobody does, and its entry is the first to go.
+            order: the agents whose jobs are next, the next one first: those behind `agent_id` make room for it.
         """
         with self._lock:
             if agent_id in self._entries:
@@ -199,12 +185,10 @@ class RamCache:
                 return
             self._drop(expected.agent_id)
             if entry is not None and self._n_bytes + entry.n_bytes <= self.max_bytes:
-                self._add(expected.agent_id, entry, goes_last=expected.is_next)
+                self._add(expected.agent_id, entry)
 
     def _less_urgent(self, expected: ExpectedEntry) -> Iterator[str]:
         """The agents with an entry that is needed later than the expected one, the one needed last first."""
-        if not expected.is_next:
-            return
         order, running, waiting = expected.order, self._running, self._waiting
         soon = set(order)
         others = [name for name in self._entries if name not in running and name not in soon]
@@ -228,10 +212,9 @@ class RamCache:
             self._drop(name)
         return has_room
 
-    def _add(self, agent_id: str, entry: RamCacheEntry, *, goes_last: bool = True) -> None:
+    def _add(self, agent_id: str, entry: RamCacheEntry) -> None:
         if self._model in (None, entry.chain.model):
             self._entries[agent_id] = entry
-            self._entries.move_to_end(agent_id, last=goes_last)
             self._n_bytes += entry.n_bytes
 
     def _drop(self, agent_id: str) -> None:

@@ -519,7 +519,7 @@ class AgentJobs(AgentJobsPort):
     def _roll_back(self, agent_id: str, version: int | None, asked: Asked) -> AgentResult:
         back = roll_back(self._parts, agent_id, version, asked)
         self._unsaved.discard(agent_id)
-        self._ram_cache.renumber(agent_id, back.from_version, back.version)
+        self._ram_cache.drop(agent_id)
         self._budget.saved(agent_id)
         return back
 

@@ -8,9 +8,7 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from errno import EDQUOT, ENOSPC
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
@@ -244,15 +242,29 @@ class TurnSaver:
             piece_bytes = self._pieces.write(pieces)
         except OSError as error:
             raise CacheNotWritten(error) from error
-        written = _Written(turn, chain, record_of(turn, chain), json.dumps(turn.result), saved, piece_bytes)
+        record, result = record_of(turn, chain), json.dumps(turn.result)
+        layout = turn.model.spec.describe() if record.about.cache is not None else None
+        next_version = NextVersion(turn.agent_id, turn.version, record, record.delivery, result, layout)
+
+        def change(connection: Connection) -> None:
+            row = transcripts.find_agent(connection, turn.agent_id)
+            check_base(turn.base, row)
+            row = transcripts.write_version(
+                connection, row, record, keep_versions=self._keep_versions, piece_bytes=piece_bytes
+            )
+            self._enter_cache(connection, row, turn, chain, saved)
+            assert record.delivery is not None  # a job made it
+            until = record.about.answer_until
+            transcripts.remember_answer(connection, row.number, record.delivery, result, until, version=record.version)
+
         try:
-            self._parts.commit_next(written.next_version(), partial(self._commit, written=written))
+            self._parts.commit_next(next_version, change)
         except Exception:
             self._pieces.remove(pieces)
             raise
         self._known_models.add(turn.model.fingerprint)
         self._pieces.keep_only(pieces, turn.agent_id, turn.version, outlived=saved.outlived)
-        return saved.n_bytes + piece_bytes + LOG_BYTES + _ROW_BYTES * len(written.record.new_tokens)
+        return saved.n_bytes + piece_bytes + LOG_BYTES + _ROW_BYTES * len(record.new_tokens)
 
     def _goes_on_from(self, turn: Turn, chain: BlockChain) -> Places:
         """The snapshots of the version before that the turn goes on from."""
@@ -262,23 +274,14 @@ class TurnSaver:
         n_common = common_length(transcript.token_ids[: cache.tokens], chain.token_ids)
         return [place for place in self._pieces.snapshots(turn.base) if place[0] <= n_common]
 
-    def _commit(self, connection: Connection, written: "_Written") -> None:
-        turn, chain, record = written.turn, written.chain, written.record
-        now = record.about.saved_at
-        row = transcripts.find_agent(connection, turn.agent_id)
-        check_base(turn.base, row)
-        row = transcripts.write_version(
-            connection, row, record, keep_versions=self._keep_versions, piece_bytes=written.piece_bytes
-        )
+    def _enter_cache(
+        self, connection: Connection, row: AgentRow, turn: Turn, chain: BlockChain | None, saved: SavedBlocks
+    ) -> None:
+        now = time.time()
         if chain is not None:
-            enter_saved(connection, self._blocks, chain, written.saved, turn.model.spec, now=now)
+            enter_saved(connection, self._blocks, chain, saved, turn.model.spec, now=now)
         if row.last_block is not None or (chain is not None and chain.n_blocks):
             cache_index.use_chain(connection, row.number, chain, now=now)
-        assert record.delivery is not None  # a job made it
-        until = record.about.answer_until
-        transcripts.remember_answer(
-            connection, row.number, record.delivery, written.result, until, version=record.version
-        )
         if turn.model.fingerprint not in self._known_models and turn.model.has_memory:
             cache_index.note_model(connection, turn.model.fingerprint, turn.model.spec.describe())
 
@@ -314,30 +317,6 @@ def enter_saved(
     cache_index.add_blocks(connection, chain, sizes | dict(saved.blocks), now=now)
     cut = not spec.snapshot_layers
     cache_index.add_checkpoints(connection, chain, saved.checkpoints, can_be_cut=cut, now=now)
-
-
-@dataclass(frozen=True)
-class _Written:
-    """A turn whose cache files are on disk, and its rows.
-
-    Attributes:
-        chain: of the tokens that are cached.
-        result: the job's, as JSON.
-        saved: blocks of `chain`, and checkpoints.
-        piece_bytes: allocated bytes of the tail and the snapshots.
-    """
-
-    turn: Turn
-    chain: BlockChain | None
-    record: TurnRecord
-    result: str
-    saved: SavedBlocks
-    piece_bytes: int
-
-    def next_version(self) -> NextVersion:
-        turn, record = self.turn, self.record
-        layout = turn.model.spec.describe() if record.about.cache is not None else None
-        return NextVersion(turn.agent_id, turn.version, record, record.delivery, self.result, layout)
 
 
 def is_full(error: Exception) -> bool:
