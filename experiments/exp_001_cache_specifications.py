@@ -14,7 +14,7 @@ from pathlib import Path
 from command import main
 from common import Json, difference, machine, note
 from random_models import CONFIGS, RandomModel, random_ids
-from report import Report, columns, figure, say, table
+from report import Report, columns, figure, lines, say, table
 
 from stoker_worker.memory.admin.verify import verify_store
 from stoker_worker.memory.store import AgentCacheStore
@@ -184,16 +184,15 @@ def _turns(models: list[Json]) -> str:
 def plot(content: Json, results: Path) -> None:
     tokens = [256 * n for n in range(1, 65)]
     with figure(content, results, "bytes", (7, 4.2), title="what an agent's cache takes") as axes:
-        for number, model in enumerate(content["models"]):
+        for model in content["models"]:
             read, size = model["read"], model["sizes"]
             row = 4 * read["kv_heads"] * read["head_dim"] * read["window"]
             kept = [(n * size["bytes_per_token"] + min(n, read["window_tokens"]) * row) / 2**20 for n in tokens]
-            axes.plot(tokens, kept, color=f"C{number}", label=model["name"])
+            lines(axes, tokens, {model["name"]: kept}, marker="")
             if read["window"]:
                 whole = [n * size["naive_bytes_at_8k"] / 8192 / 2**20 for n in tokens]
-                axes.plot(tokens, whole, color=f"C{number}", ls=":", label=f"{model['name']}, every layer kept whole")
+                lines(axes, tokens, {f"{model['name']}, every layer kept whole": whole}, marker="", ls=":")
         axes.set(xlabel="tokens of an agent", ylabel="MiB in bfloat16")
-        axes.legend(fontsize=8)
 
 
 if __name__ == "__main__":

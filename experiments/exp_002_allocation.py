@@ -17,7 +17,7 @@ import numpy as np
 from command import main
 from common import Json, in_turn, machine, note, ratios
 from random_models import RandomModel, random_ids
-from report import Report, columns, figure, say
+from report import Report, bars, columns, figure, say
 from works import work
 
 from stoker_worker.engine.kv_memory import BlockPool
@@ -219,19 +219,14 @@ LEAK = (
 
 
 def plot(content: Json, results: Path) -> None:
-    title, places = "what the block pool and the pricing of a batch take", []
+    title = "what the block pool and the pricing of a batch take"
     with figure(content, results, "latencies", (7.5, 4), title=title) as axes:
-        for number, kind in enumerate(content["kinds"].values()):
-            for side, (size, taken) in enumerate(kind["sizes"].items()):
-                at, label = 3 * number + side, "" if number else f"{size} blocks, p50 to p99"
-                axes.plot([at, at], [taken["p50"], taken["p99"]], color=f"C{side}", lw=5, alpha=0.5)
-                axes.plot(at, taken["p50"], "o", color=f"C{side}", label=label)
-                axes.plot(at, taken["mean"], "kx", label="" if number or side else "mean")
-            places.append(3 * number + 0.5)
-        axes.axhline(1.0, color="black", ls=":", label="target: 1 ms")
+        kinds = content["kinds"]
+        found = {f"{size} blocks: {part}": [kind["sizes"][f"{size}"][part] for kind in kinds.values()]
+                 for size in SIZES for part in ("p50", "p99")}  # fmt: skip
+        bars(axes, list(kinds), found)
+        axes.axhline(TARGET_MS, color="black", ls=":", label="target: 1 ms")
         axes.set(yscale="log", ylabel="ms")
-        axes.set_xticks(places, list(content["kinds"]))
-        axes.legend(fontsize=8)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ and the conversation is continued, both from the restored cache in one continuou
 outputs is compared, token for token, with mlx-lm's own single, uncached run. Run: ``python experiments/exp_003_*.py``.
 """
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,12 +12,10 @@ from pathlib import Path
 from bench import Bench, main
 from common import Json, difference, drop_from_memory, in_turn, note, spread
 from prompts import DELTAS, NamedPrompt, other_prompts, seed_prompts, text_of
-from report import Report, band, columns, figure, table
+from report import Report, columns, figure, lines
 from works import finished
 
 from stoker_worker.memory.store import AgentCacheStore
-
-LITERAL_UP_TO_TOKENS = 130
 
 
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
@@ -28,7 +25,6 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     rows = exactness(bench, folder / "exactness", prompts, max_tokens=4 if quick else 12)
     lengths = (16, 64) if quick else (16, 64, 128, 256, 512, 1024)
     timing = loading_times(bench, folder / "timing", lengths, rounds=1 if quick else 6)
-    literal = the_seed_taken_literally(bench, [p for p in prompts if len(bench.encode(p.text)) <= LITERAL_UP_TO_TOKENS])
     verdict = {
         "first_run_equals_reference": all(row["first_differs_at"] is None for row in rows),
         "same_prompt_from_cache_equals_reference": all(row["again_differs_at"] is None for row in rows),
@@ -36,7 +32,7 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
         "everything_saved_was_restored": all(row["again_ok"] and row["continued_ok"] for row in rows),
         "loading_under_500_ms": all(row["loading_ms"]["max"] < LOADING_LIMIT_MS for row in timing),
     }
-    return {"verdict": verdict, "rows": rows, "timing": timing, "seed_method": literal}
+    return {"verdict": verdict, "rows": rows, "timing": timing}
 
 
 def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
@@ -114,50 +110,26 @@ def loading_times(bench: Bench, folder: Path, lengths: Sequence[int], rounds: in
     return rows
 
 
-def the_seed_taken_literally(bench: Bench, prompts: Sequence[NamedPrompt]) -> Json:
-    """`insert([prompt], caches=[cache])` with the whole extracted cache and the whole prompt, as in the seed."""
-    from mlx_lm.generate import BatchGenerator
-
-    note("the seed's call, taken literally")
-    equal = []
-    for prompt in prompts:
-        ids, outputs, cache = bench.encode(prompt.text), [], None
-        for _ in range(2):
-            generator = BatchGenerator(bench.network, stop_tokens=[[i] for i in bench.model.tokenizer.eos_ids])
-            generator.insert([list(ids)], max_tokens=[10], caches=[cache])
-            output: list[int] = []
-            while responses := generator.next_generated():
-                output += [response.token for response in responses]
-                cache = responses[-1].prompt_cache
-            generator.close()
-            outputs.append(output)
-        texts = [bench.model.tokenizer.decode(output) for output in outputs]
-        equal.append({"name": prompt.name, "equal": outputs[0] == outputs[1], "texts": texts})
-    return {"prompts": len(equal), "equal": sum(row["equal"] for row in equal), "rows": equal}
-
-
 # --- the report, from the results alone ---
 
 
 LOADING_LIMIT_MS = 500.0
 """The plan's limit for loading a cache; a criterion."""
-LITERAL_ROWS_SHOWN = 4
 
 
 def render(content: Json, results: Path) -> Report:
     plot(content, results)
-    rows, timing, literal = content["rows"], content["timing"], content["seed_method"]
+    rows, timing = content["rows"], content["timing"]
     longest = timing[-1]
     number = (
         f"first token of {longest['prompt_tokens']} known tokens: {longest['speedup']} times as fast as without cache"
     )
     return Report("cache injection", number, {
-        "summary": _summary(rows, timing, literal), "exactness": _exactness(rows), "loading": columns(timing, LOADING),
-        "literal": _literal(literal["rows"]),
+        "summary": _summary(rows, timing), "exactness": _exactness(rows), "loading": columns(timing, LOADING),
     })  # fmt: skip
 
 
-def _summary(rows: list[Json], timing: list[Json], literal: Json) -> str:
+def _summary(rows: list[Json], timing: list[Json]) -> str:
     lengths = [r["first_prompt"] for r in rows]
     return "\n".join((
         f"{len(rows)} prompts of {min(lengths)} to {max(lengths)} tokens; "
@@ -167,7 +139,6 @@ def _summary(rows: list[Json], timing: list[Json], literal: Json) -> str:
         "gave exactly the reference's tokens.",
         f"The longest loading was {max(r['loading_ms']['max'] for r in timing):.0f} ms, with the files out of memory "
         f"{max(r['loading_evicted_ms']['max'] for r in timing):.0f} ms (limit: {LOADING_LIMIT_MS:.0f} ms).",
-        f"The seed's own call, taken literally: {literal['equal']} of {literal['prompts']} outputs were the same.",
     ))  # fmt: skip
 
 
@@ -188,25 +159,15 @@ LOADING = {
 }  # fmt: skip
 
 
-def _literal(rows: list[Json]) -> str:
-    head = ("prompt", "without cache", "with the whole cache and the whole prompt")
-    shown = rows[:LITERAL_ROWS_SHOWN]
-    return table(
-        head, [(row["name"], *(f"`{json.dumps(text, ensure_ascii=False)}`" for text in row["texts"])) for row in shown]
-    )
-
-
 def plot(content: Json, results: Path) -> None:
     timing = content["timing"]
-    tokens = [row["prompt_tokens"] for row in timing]
-    lines = (("cold_first_token_s", 1.0, "first token, cold"), ("warm_first_token_s", 1.0, "first token, from disk"),
-             ("loading_ms", 1e-3, "of which loading"))  # fmt: skip
     with figure(content, results, "loading", (7, 4)) as axes:
-        for key, scale, label in lines:
-            band(axes, tokens, [row[key] for row in timing], scale, label=label)
+        found = {"cold": "cold_first_token_s", "from disk": "warm_first_token_s"}
+        tokens = [row["prompt_tokens"] for row in timing]
+        lines(axes, tokens, {f"first token, {name}": [row[key] for row in timing] for name, key in found.items()})
+        lines(axes, tokens, {"of which loading": [row["loading_ms"]["median"] / 1000 for row in timing]})
         axes.axhline(LOADING_LIMIT_MS / 1000, linestyle=":", color="grey", label="limit of the plan for loading")
         axes.set(xscale="log", yscale="log", xlabel="prompt tokens", ylabel="seconds")
-        axes.legend()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ experiments/exp_004_*.py``.
 """
 
 import hashlib
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -18,87 +17,10 @@ from unittest.mock import patch
 from bench import MAX_BATCH, Bench, Prepared, main
 from common import Json, difference, in_turn, note, spread
 from prompts import DELTAS, text_of
-from report import Report, band, columns, figure, listed, say, yes
+from report import Report, columns, figure, lines, say
 
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import CompletedGeneration, GenerationWork, SequenceCache
-
-# --- statements of the seed documents about mlx-lm 0.30.4 with the installed mlx-lm ---
-
-
-def check_claims(bench: Bench) -> Json:
-    """Each statement of the seed documents that a few lines can test, and the finding."""
-    from mlx_lm.generate import BatchGenerator
-
-    ids = bench.encode("The capital of France is")
-    wanted = bench.uncached(ids, 5)
-    generator = BatchGenerator(bench.network, stop_tokens=[[i] for i in sorted(bench.model.tokenizer.eos_ids)])
-    found: Json = {"insert_takes_one_max_tokens_for_all": True}
-    try:
-        generator.insert([list(ids)], max_tokens=5)
-    except TypeError:
-        found["insert_takes_one_max_tokens_for_all"] = False
-    generator.insert([list(ids)], max_tokens=[5])
-    accumulated: list[int] = []  # as in the seed's loop: from all responses but the last
-    last: Any = None
-    while last is None:
-        for response in generator.next_generated():
-            if response.finish_reason is None:
-                accumulated.append(response.token)
-            else:
-                last = response
-    found["tokens_asked_for"] = len(wanted)
-    found["tokens_the_seeds_loop_collects"] = len(accumulated)
-    found["last_response_carries_the_last_token"] = [*accumulated, last.token] == wanted
-    found["prompt_cache_is"] = (
-        "list attribute" if isinstance(last.prompt_cache, list) else type(last.prompt_cache).__name__
-    )
-    found["tokens_in_extracted_cache_beyond_the_prompt"] = last.prompt_cache[0].offset - len(ids)
-    # `while responses := gen.next()` ends when next() is falsy. Here nothing is left to generate.
-    found["next_of_an_exhausted_generator_is_falsy"] = not generator.next()
-    found["next_generated_of_an_exhausted_generator_is_falsy"] = not generator.next_generated()
-    generator.close()
-    return found | _gemma_layers() | _lazy_loading(bench)
-
-
-def _gemma_layers() -> Json:
-    """The kinds of cache of a narrow Gemma 3 with 48 layers and random weights, and whether stoker serves it."""
-    from mlx_lm.models.gemma3_text import Model, ModelArgs
-
-    from stoker_shared.errors import ModelNotLoadable
-    from stoker_worker.models.cache_probe import read_cache_spec
-
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 16, "num_attention_heads": 2, "vocab_size": 64}
-    network = Model(ModelArgs(model_type="gemma3_text", num_hidden_layers=48, **sizes))
-    kinds = [type(cache).__name__ for cache in network.make_cache()]
-    try:
-        read_cache_spec(network)
-        served = True
-    except ModelNotLoadable:
-        served = False
-    return {"gemma_3_caches": {kind: kinds.count(kind) for kind in sorted(set(kinds))}, "gemma_3_is_served": served}
-
-
-def _lazy_loading(bench: Bench, tokens: int = 512) -> Json:
-    """How long mlx-lm's loader takes to return, which the seeds took for reloading, and to have the arrays."""
-    import mlx.core as mx
-    from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
-
-    caches = make_prompt_cache(bench.network)
-    for cache, layer in zip(caches, bench.model.spec.layers, strict=True):
-        cache.update_and_fetch(*(mx.ones((1, layer.n_kv_heads, tokens, n)) for n in (layer.key_dim, layer.value_dim)))
-    returned, evaluated = [], []
-    with tempfile.TemporaryDirectory() as folder:
-        file = str(Path(folder) / "cache.safetensors")
-        save_prompt_cache(file, caches)
-        for _ in range(5):
-            start = time.perf_counter()
-            loaded = load_prompt_cache(file)
-            returned.append(1000 * (time.perf_counter() - start))
-            mx.eval([cache.state for cache in loaded])
-            evaluated.append(1000 * (time.perf_counter() - start))
-    return {"reload_tokens": tokens, "reload_returns_ms": spread(returned), "reload_evaluated_ms": spread(evaluated)}
-
 
 # --- the cost of handing over a sequence's cache, by length, and in a batch that is kept full ---
 
@@ -329,8 +251,7 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
         "continued_equals_uncached": all(row["continued_differs_at"] is None for row in rows),
         "handing_over_under_5_percent_of_decode_time": busy["share"] < 0.05,
     }
-    claims = check_claims(bench)
-    return {"verdict": verdict, "batches": found, "costs": costs, "busy": busy, "seed_claims": claims}
+    return {"verdict": verdict, "batches": found, "costs": costs, "busy": busy}
 
 
 def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
@@ -362,7 +283,7 @@ def render(content: Json, results: Path) -> Report:
     )
     return Report("per-sequence cache extraction", number, {
         "summary": _summary(content["batches"], most, busy), "rows": _rows(content["batches"]),
-        "costs": columns(costs, COSTS), "claims": _claims(content["seed_claims"]),
+        "costs": columns(costs, COSTS),
     })  # fmt: skip
 
 
@@ -404,42 +325,16 @@ COSTS = {
 }  # fmt: skip
 
 
-def _claims(found: Json) -> str:
-    gemma = ", ".join(f"{count} {kind}" for kind, count in found["gemma_3_caches"].items())
-    asked = {
-        "Gemma 3 with 48 layers has 48 `RotatingKVCache` objects (both reports' key findings)": gemma,
-        "`Response.prompt_cache` is an attribute (reports) or a method (plan)": "{prompt_cache_is}",
-        "`while responses := gen.next()` ends: is `next()` of an exhausted generator falsy?":
-            "{next_of_an_exhausted_generator_is_falsy}; `next_generated()`: "
-            "{next_generated_of_an_exhausted_generator_is_falsy}",
-        "the seed's loop, which takes no token from the last response, collects all tokens":
-            "{tokens_the_seeds_loop_collects} of {tokens_asked_for}; the last response carries the last token: "
-            "{last_response_carries_the_last_token}",
-        "tokens behind the prompt in the cache that comes out": "{tokens_in_extracted_cache_beyond_the_prompt}",
-        "`insert` takes one `max_tokens` number for all prompts": "{insert_takes_one_max_tokens_for_all}",
-        "mlx-lm reloads {reload_tokens} tokens: until the loader returns; until the arrays are there":
-            "{reload_returns_ms:.3g} ms; {reload_evaluated_ms:.3g} ms",
-        "stoker serves Gemma 3, the seeds' own model": "{gemma_3_is_served}",
-    }  # fmt: skip
-    said = {name: yes(value, "no") if isinstance(value, bool) else value for name, value in found.items()}
-    return listed(said, ("asked", "found"), asked)
-
-
 def plot(content: Json, results: Path) -> None:
-    batch = list(content["batches"].values())[-1]
+    batch, costs = list(content["batches"].values())[-1], content["costs"]
     with figure(content, results, "steps", (11, 4), panels=(1, 2)) as (left, right):
         for place, row in enumerate(sorted(batch, key=lambda r: (r["first_step"], r["end_step"]))):
             left.barh(place, row["end_step"] - row["first_step"] + 1, left=row["first_step"] - 0.5)
             left.text(row["end_step"] + 0.7, place, row["name"], va="center", fontsize=8)
         left.set(xlabel="engine step", yticks=[], title="one token a step; the cache leaves at the right end")
         left.set_xlim(0, 1.45 * max(row["end_step"] for row in batch))
-        for kind in dict.fromkeys(cost["kind"] for cost in content["costs"]):
-            costs = [cost for cost in content["costs"] if cost["kind"] == kind]
-            shares = [cost["share_of_step"] for cost in costs]
-            band(right, [cost["tokens"] for cost in costs], shares, 100, label=f"{kind} handed over")
-        right.set(xlabel="prompt tokens", ylabel="hand-over, % of a decode step", ylim=(0, None))
-        right.set_title("cost of handing over")
-        right.legend()
+        lines(right, [cost["tokens"] for cost in costs], {"": [cost["share_of_step"] for cost in costs]})
+        right.set(xlabel="prompt tokens", ylabel="hand-over by a decode step", ylim=(0, None))
 
 
 if __name__ == "__main__":

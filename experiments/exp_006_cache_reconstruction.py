@@ -2,35 +2,24 @@
 
 Synthetic caches of 1 to 32 blocks and 12 to 48 layers, and Gemma 3 12B's, go through the product's own store into the
 engine's memory, beside copies of the same bytes. Then SmolLM2 answers from restored caches and without, alone and as
-five agents; a restore is taken apart; and other ways and layouts are tried. Run: ``python experiments/exp_006_*.py``.
+five agents. Run: ``python experiments/exp_006_*.py``.
 """
 
 import gc
 import os
 from collections.abc import Iterator, Sequence
-from functools import partial
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from bench import Bench, main
 from common import Json, in_turn, note, percentiles, ratios, rss_mib, spread, timed
-from library_files import against_library
-from report import Report, columns, figure, say, short, table, yes
-from restores import (
-    Limits,
-    against_other_ways,
-    five_restores,
-    five_turns,
-    from_memory,
-    measured,
-    round_trips,
-    taken_apart,
-    whole_answers,
-)
+from report import Report, columns, figure, lines, say, short, table, yes
+from restores import five_restores, five_turns, from_memory, measured, round_trips, whole_answers
 from small_cache import FULL
 from small_cache import SPEC as GEMMA_3_12B
-from synthetic_cache import SavedAgent, saved_agent, smollm2_layers
+from synthetic_cache import saved_agent, smollm2_layers
+from timed_turns import Turns
 
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ModelCacheSpec
 
@@ -48,7 +37,6 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     leak = leaks(folder / "leak", rounds=20 if quick else 200)  # first: the process holds little that could hide a leak
     cells = [cell for n_layers in ((12, 24) if quick else LAYERS) for cell in measured_cells(folder, n_layers, quick)]
     by = {(cell["blocks"], cell["layers"]): cell for cell in cells}
-    bench = bench.with_room().endless()
     found: Json = {
         "cells": cells,
         "targets": [
@@ -63,21 +51,14 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
         "leak": leak,
         "padded": against_padded(folder, rounds=3 if quick else 100),
         "gemma": gemma(folder, quick=quick),
-        "profile": taken_apart(folder, blocks=2 if quick else 32, rounds=2 if quick else 20),
-        "ways": [
-            against_other_ways(folder / f"ways {blocks}", blocks=blocks, rounds=rounds)
-            for blocks, rounds in ([(1, 2)] if quick else [(1, 100), (32, 20)])
-        ],
-        "library": against_library(folder / "library", quick=quick),
         "restores": five_restores(folder, blocks=1 if quick else 8, rounds=2 if quick else 30),
-        "turns": five_turns(bench, folder / "turns", n_tokens=48 if quick else 1024, quick=quick),
-        "round_trip": round_trips(bench, folder / "trips", blocks=1 if quick else 8, rounds=2 if quick else 40),
-        "direct": whole_answers(
-            bench, folder / "direct", (64,) if quick else (64, 128, 256, 512, 1024, 2048, 4096), quick=quick
-        ),
+        "turns": five_turns(bench.with_room().endless(), folder / "turns", n_tokens=48 if quick else 1024, quick=quick),
     }  # fmt: skip
-    compared = [row for part in (*found["ways"], found["library"]) for row in part["rows"]]
-    restored = [*cells, *found["from_memory"], *found["gemma"], *compared, found["round_trip"]]
+    lengths = (64,) if quick else (64, 128, 256, 512, 1024, 2048, 4096)
+    with closing(Turns(bench, folder / "answers")) as of_one:
+        found["round_trip"] = round_trips(of_one, blocks=1 if quick else 8, rounds=2 if quick else 40)
+        found["direct"] = whole_answers(of_one, lengths, quick=quick)
+    restored = [*cells, *found["from_memory"], *found["gemma"], found["round_trip"]]
     answers = [*found["direct"], found["turns"], found["round_trip"]]
     verdict = {
         "every_restored_byte_is_the_saved_one": all(row["exact"] for row in restored),
@@ -107,7 +88,7 @@ def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
     for n_blocks, rounds in ((8, 40), (32, 15)):
         n_tokens, cell = n_blocks * BLOCK_TOKENS, f"{n_blocks} blocks of 30 layers"
         with saved_agent(folder / f"{n_blocks}", smollm2_layers(30), n_tokens) as saved:
-            found = measured(saved, n_tokens, Limits(rounds, 2))
+            found = measured(saved, n_tokens, rounds, warm_up=2)
         yield {"what": f"a restore / the fastest copy of its bytes, in time: {cell}", "ratio": found["of_floor"],
                "equal": found["exact"]}  # fmt: skip
         yield {"what": f"a restore / a copy into fresh memory, in time: {cell}", "ratio": found["copies"],
@@ -121,7 +102,8 @@ def measured_cells(folder: Path, n_layers: int, quick: bool) -> Iterator[Json]:
             note(f"{n_blocks} blocks, {n_layers} layers")
             n_tokens = n_blocks * BLOCK_TOKENS
             is_large = n_tokens * saved.model.spec.bytes_per_token > LARGE_BYTES
-            yield measured(saved, n_tokens, Limits(3, 1) if quick else Limits(100, 10, 5 if is_large else 1))
+            rounds, warm_up = (3, 1) if quick else (100, 10)
+            yield measured(saved, n_tokens, rounds, warm_up=warm_up, others_every=5 if is_large else 1)
 
 
 def gemma(folder: Path, *, quick: bool) -> list[Json]:
@@ -130,8 +112,7 @@ def gemma(folder: Path, *, quick: bool) -> list[Json]:
     n_tokens, found = (1 if quick else 32) * BLOCK_TOKENS, []
     for name, spec, rounds in (("every layer whole", whole, 12), ("as its caches are", GEMMA_3_12B, 30)):
         with saved_agent(folder / f"gemma {name}", spec, n_tokens) as saved:
-            limits = Limits(2, 1, 0) if quick else Limits(rounds, 2, 0)
-            found.append({"name": name, **measured(saved, n_tokens, limits)})
+            found.append({"name": name, **measured(saved, n_tokens, 2 if quick else rounds, warm_up=2, others_every=0)})
     return found
 
 
@@ -141,19 +122,14 @@ def leaks(folder: Path, rounds: int) -> Json:
     with saved_agent(folder, smollm2_layers(n_layers), n_tokens) as saved:
         note(f"{rounds} reconstructions in a row")
         resident = []
-        for done in range(-10, rounds):
+        for done in range(-10, rounds + 1):
             if done >= 0 and done % (rounds // 4) == 0:
-                resident.append(_resident_mb())
+                gc.collect()
+                resident.append(round(rss_mib(os.getpid()) * 2**20 / 1e6, 1))
             saved.caches(saved.restore(n_tokens))
-        resident.append(_resident_mb())
         return {"rounds": rounds, "blocks": 4, "layers": n_layers, "resident_mb": resident,
                 "cell_mb": round(n_tokens * saved.model.spec.bytes_per_token / 1e6, 1),
                 "growth_mb": round(resident[-1] - resident[0], 1)}  # fmt: skip
-
-
-def _resident_mb() -> float:
-    gc.collect()
-    return round(rss_mib(os.getpid()) * 2**20 / 1e6, 1)
 
 
 def against_padded(folder: Path, rounds: int) -> Json:
@@ -163,15 +139,12 @@ def against_padded(folder: Path, rounds: int) -> Json:
     with saved_agent(folder / "612", spec, 612) as tail, saved_agent(folder / "768", spec, 768) as padded:
         kept = {612: tail, 768: padded}
         for number, n_tokens in in_turn(list(kept), rounds, warm_up=10):
-            took = timed(partial(_reconstructed, kept[n_tokens], n_tokens))
+            saved = kept[n_tokens]
+            took = timed(lambda saved=saved, n=n_tokens: saved.caches(saved.restore(n)))  # type: ignore[misc]
             if number >= 0:
                 samples[n_tokens].append(took)
     return {"layers": 30, "blocks_ms": percentiles(samples[612]), "padded_ms": percentiles(samples[768]),
             "ratio": ratios(samples[612], samples[768]), "bytes_ratio": round(612 / 768, 3)}  # fmt: skip
-
-
-def _reconstructed(saved: SavedAgent, n_tokens: int) -> object:
-    return saved.caches(saved.restore(n_tokens))
 
 
 def straight_line(n_bytes: Sequence[int], latencies_ms: Sequence[float]) -> Json:
@@ -210,10 +183,6 @@ GEMMA = {
     "copy, all threads": "{threads_copy_ms[p50]:.3g}", "restore / floor": "{of_floor:.3g}",
     "page faults": "{page_faults[median]:.0f}",
 }  # fmt: skip
-WAYS = {
-    "way": "{name}", "MB": "{mb}", "restore, ms": "{restore_ms:.3g}", "one more token, ms": "{token_ms:.3g}",
-    "times as fast as the product": "{gain:.3g}", "equal bytes": "{exact}",
-}  # fmt: skip
 DIRECT = {
     "tokens": "{tokens}", "MB": "{mb}", "first token without cache, s": "{cold_s:.3g}", "from cache, s": "{warm_s:.3g}",
     "times as fast": "{speedup}", "whole answer without, s": "{cold_total_s:.3g}",
@@ -234,14 +203,12 @@ def render(content: Json, results: Path) -> Report:
         "cells": columns(map(_with_mb, content["cells"]), CELLS),
         "scaling": _scaling(content),
         "gemma": columns(map(_with_mb, content["gemma"]), GEMMA),
-        "profile": _profile(content["profile"]),
-        "ways": columns([{**row, "mb": ways["mb"]} for ways in content["ways"] for row in ways["rows"]], WAYS),
-        "round trip": _round_trip(content["round_trip"]),
+        "round trip": _times("step", content["round_trip"]["ms"]) + say(content["round_trip"], ROUND_TRIP),
         "direct": columns(content["direct"], DIRECT),
         "restores": _restores(content["restores"]),
         "turns": _turns(content["turns"]),
-        "padded": _padded(content["padded"]),
-        "library": _library(content["library"]),
+        "padded": _times("layout", {name: content["padded"][key] for key, name in PADDED.items()})
+        + say(content["padded"], PADDED_RATIO),
     })  # fmt: skip
 
 
@@ -260,20 +227,19 @@ def _floor_ms(cell: Json) -> float:
 def _summary(content: Json) -> str:
     pairs = list(_with_target(content))
     met = sum(cell["reconstruct_ms"]["p95"] < target for _, cell, target in pairs)
-    in_ram = {(one["blocks"], one["layers"]): one["handed_over_ms"]["p95"] for one in content.get("from_memory", ())}
+    in_ram = {(one["blocks"], one["layers"]): one["handed_over_ms"]["p95"] for one in content["from_memory"]}
     met_in_ram = sum(p95 < TARGETS_MS[cell] for cell, p95 in in_ram.items())
     last = max(content["cells"], key=lambda cell: cell["bytes"])
     whole, held = content["gemma"]
     lines = [
+        f"From memory, as the seed measures, {met_in_ram} of its {len(in_ram)} targets are met: "
+        f"p95 {_ms(max(in_ram.values()))} ms at 32 blocks of 48 layers, handed over.",
         f"From files, where each byte is read and verified, {met} of the seed's {len(pairs)} latency targets are met.",
         f"{last['blocks']} blocks of {last['layers']} layers ({_mb(last)} MB): p95 "
         f"{_ms(last['reconstruct_ms']['p95'])} ms; one copy of the bytes {_ms(_floor_ms(last))} ms.",
         f"Gemma 3 12B's 32 blocks: p95 {_ms(whole['reconstruct_ms']['p95'])} ms with every layer whole ({_mb(whole)} "
         f"MB), {_ms(held['reconstruct_ms']['p95'])} ms as its caches are ({_mb(held)} MB).",
     ]
-    if in_ram:
-        lines.insert(0, f"From memory, as the seed measures, {met_in_ram} of its {len(in_ram)} targets are met: "
-                     f"p95 {_ms(max(in_ram.values()))} ms at 32 blocks of 48 layers, handed over.")  # fmt: skip
     for cell in content["cells"]:
         if (cell["blocks"], cell["layers"]) == (32, 30):
             lines.append(
@@ -289,7 +255,6 @@ def _summary(content: Json) -> str:
         f"first token {first['speedup']} and {row['speedup']} times as fast.",
         f"The last first token of five agents with {turns['tokens']} tokens each came {turns['first_speedup']} times "
         "as fast with restored caches.",
-        f"The best of the other ways: {', '.join(map(_best_other, content['ways']))}.",
     ]
     return "\n".join(lines)
 
@@ -308,12 +273,8 @@ def _targets(content: Json) -> str:
 
 
 def _from_memory(content: Json) -> str:
-    cells = content.get("from_memory")
-    if not cells:
-        return "These results are older than this part."
-    return columns(
-        ({**_with_mb(one), "target": TARGETS_MS[one["blocks"], one["layers"]]} for one in cells), FROM_MEMORY
-    )
+    cells = ({**_with_mb(one), "target": TARGETS_MS[one["blocks"], one["layers"]]} for one in content["from_memory"])
+    return columns(cells, FROM_MEMORY)
 
 
 def _scaling(content: Json) -> str:
@@ -327,40 +288,21 @@ def _scaling(content: Json) -> str:
     )
 
 
-def _profile(found: Json) -> str:
-    rows = [
-        (row["stage"], short(row["ms"]), f"{100 * row['share']:.1f} %",
-         f"{found['gb_s'][row['stage']]}" if row["stage"] in found["gb_s"] else "")
-        for row in found["stages"]
-    ]  # fmt: skip
-    totals = found["totals_ms"]
-    one, timed, all_threads = (
-        short(totals[name]) for name in ("one thread", "one thread with stopwatches", "all threads")
-    )
-    system, program = (totals[f"processor in the {name}"]["median"] for name in ("system", "program"))
-    said = (
-        f"{found['blocks']} blocks of {found['layers']} layers, {found['mb']} MB. The whole restore took {timed} ms "
-        f"with stopwatches, {one} ms without and {all_threads} ms by all threads; the processor then spent "
-        f"{_ms(system)} ms in the system (reading, page faults) and {_ms(program)} ms in the program."
-    )
-    return f"{table(('stage', 'ms', 'share', 'GB/s'), rows)}\n\n{said}"
+PADDED = {"blocks_ms": "612 tokens: two blocks and a tail", "padded_ms": "768 tokens: padded"}
+PADDED_RATIO = (
+    "\n\nBlocks took {ratio:.3g} of the padded layout's time (median of {ratio[n]} pairs); the bytes are "
+    "{bytes_ratio:.2f} of its bytes."
+)
+ROUND_TRIP = (
+    "\n\n{blocks} blocks of {layers} layers, {answer_tokens} tokens generated. The same tokens as without cache each "
+    "time: {same_tokens}. Restored bytes, extracted again, equal to those of the run without cache: {exact}. The bytes "
+    "of the answer's own tokens: at most {largest_difference:.2g} apart."
+)
 
 
-def _best_other(ways: Json) -> str:
-    """How the fastest of the other ways compares with the product's."""
-    best = max(ways["rows"][1:], key=lambda row: row["gain"]["median"])
-    return f"{best['gain']['median']:.2f} times as fast at {ways['mb']} MB ({best['name']})"
-
-
-def _round_trip(found: Json) -> str:
-    rows = [(name, *(_ms(ms[k]) for k in ("mean", "p50", "p95", "p99")), ms["n"]) for name, ms in found["ms"].items()]
-    said = (
-        f"{found['blocks']} blocks of {found['layers']} layers, {found['answer_tokens']} tokens generated. The same "
-        f"tokens as without cache each time: {yes(found['same_tokens'])}. Restored bytes, extracted again, equal to "
-        f"those of the run without cache: {yes(found['exact'])}. The bytes of the answer's own tokens: "
-        + ("equal." if found["answers_bytes_equal"] else f"at most {found['largest_difference']:.2g} apart.")
-    )
-    return f"{table(('step', 'mean, ms', 'p50', 'p95', 'p99', 'n'), rows)}\n\n{said}"
+def _times(head: str, found: Json) -> str:
+    rows = [(name, *(_ms(ms[k]) for k in ("mean", "p50", "p95", "p99")), ms["n"]) for name, ms in found.items()]
+    return table((head, "mean, ms", "p50", "p95", "p99", "n"), rows)
 
 
 def _restores(found: Json) -> str:
@@ -380,30 +322,6 @@ def _turns(found: Json) -> str:
     return f"{table(head, rows)}\n\nThe same tokens in all of them: {yes(found['same_tokens'])}."
 
 
-def _padded(padded: Json) -> str:
-    rows = [
-        (name, *(_ms(padded[key][k]) for k in ("mean", "p50", "p95", "p99")), padded[key]["n"])
-        for name, key in (("612 tokens: two blocks and a tail", "blocks_ms"), ("768 tokens: padded", "padded_ms"))
-    ]
-    said = (
-        f"Blocks took {short(padded['ratio'])} of the padded layout's time (median of {padded['ratio']['n']} pairs); "
-        f"the bytes are {padded['bytes_ratio']:.2f} of its bytes."
-    )
-    return f"{table(('layout', 'mean, ms', 'p50', 'p95', 'p99', 'n'), rows)}\n\n{said}"
-
-
-def _library(library: Json) -> str:
-    ways = {"library": "`save_file`", "mapped": "`safe_open`", "whole": "`load`"}
-    head = ("blocks", "MB", "step", "own, ms", "library, ms", "library / own", "n")
-    lines = []
-    for row in library["rows"]:
-        for name, ratio in row["of_own"].items():
-            step, way = name.split(", ")
-            lines.append((row["blocks"], row["mb"], f"{step}: {ways[way]}", _ms(row["ms"][f"{step}, own"]["median"]),
-                          _ms(row["ms"][name]["median"]), short(ratio), ratio["n"]))  # fmt: skip
-    return table(head, lines)
-
-
 def _with_mb(cell: Json) -> Json:
     return {**cell, "mb": _mb(cell)}
 
@@ -416,57 +334,22 @@ def _ms(value: float) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
-# --- the report, from the results alone ---
-
-
 def plot(content: Json, results: Path) -> None:
-    title = f"on {content['machine']['device']}, from blocks in the page cache to the engine's caches"
-    with figure(content, results, "scaling", (12, 4.8), panels=(1, 2), title=title) as (left, right):
-        _heat_map(left, content["cells"])
-        _over_bytes(right, content)
-
-
-def _heat_map(axes: Any, cells: list[Json]) -> None:
-    from matplotlib.colors import LogNorm
-
-    blocks, layers = (sorted({cell[key] for cell in cells}) for key in ("blocks", "layers"))
-    p95 = {(cell["blocks"], cell["layers"]): cell["reconstruct_ms"]["p95"] for cell in cells}
-    axes.imshow(
-        [[p95[n, m] for n in blocks] for m in layers],
-        norm=LogNorm(), cmap="YlOrBr", origin="lower", aspect="auto", alpha=0.6,
-    )  # fmt: skip
-    for cell in cells:
-        at = blocks.index(cell["blocks"]), layers.index(cell["layers"])
-        text = f"{cell['reconstruct_ms']['p95']:.3g} ms\n{cell['of_floor']['median']:.1f} floors"
-        axes.text(*at, text, ha="center", va="center", fontsize=8)
-    axes.set_xticks(range(len(blocks)), blocks)
-    axes.set_yticks(range(len(layers)), layers)
-    axes.set(xlabel="blocks of 256 tokens", ylabel="layers", title="p95, and the median in copies of the bytes")
-
-
-def _over_bytes(axes: Any, content: Json) -> None:
     cells, fit = sorted(content["cells"], key=lambda cell: cell["bytes"]), content["fit"]
-    for n_layers in sorted({cell["layers"] for cell in cells}):
-        own = [cell for cell in cells if cell["layers"] == n_layers]
-        p50 = [cell["reconstruct_ms"]["p50"] for cell in own]
-        above = [max(0.0, cell["reconstruct_ms"]["p95"] - cell["reconstruct_ms"]["p50"]) for cell in own]
-        axes.errorbar(_in_mb(own), p50, yerr=[[0.0] * len(own), above], fmt="o", ms=4, label=f"{n_layers} layers")
-    for found in content["gemma"]:
-        p50 = found["reconstruct_ms"]["p50"]
-        axes.plot(found["bytes"] / 1e6, p50, "D", ms=5, label=f"Gemma 3 12B, {found['name']}")
-    line = [fit["at_zero_ms"] + fit["ms_per_mb"] * mb for mb in _in_mb(cells)]
-    axes.plot(_in_mb(cells), line, color="black", lw=1, label=f"{fit['ms_per_mb']:.2f} ms per MB, r2 {fit['r2']:.3f}")
-    for key, style, name in (("fresh_copy_ms", "-", "fresh memory"), ("used_copy_ms", "--", "memory in use"),
-                             ("threads_copy_ms", ":", "the same, all threads")):  # fmt: skip
-        axes.plot(_in_mb(cells), [cell[key]["p50"] for cell in cells], color="grey", ls=style, label=f"copy: {name}")
-    targets = [(one["bytes"] / 1e6, one["target_ms"]) for one in content["targets"]]
-    axes.plot(*zip(*targets, strict=True), "kx", label="the seed's targets (p95)")
-    axes.set(xscale="log", yscale="log", xlabel="MB of cache", ylabel="ms, p50 to p95")
-    axes.legend(fontsize=7, loc="upper left")
-
-
-def _in_mb(cells: list[Json]) -> list[float]:
-    return [cell["bytes"] / 1e6 for cell in cells]
+    mb = [cell["bytes"] / 1e6 for cell in cells]
+    title = f"on {content['machine']['device']}, from blocks in the page cache to the engine's caches"
+    with figure(content, results, "scaling", (7, 4.8), title=title) as axes:
+        for name, found in {"SmolLM2's heads": cells, "Gemma 3 12B": content["gemma"]}.items():
+            at = [cell["bytes"] / 1e6 for cell in found]
+            shown = {f"{name}, {part}": [cell["reconstruct_ms"][part] for cell in found] for part in ("p50", "p95")}
+            lines(axes, at, shown, ls="")
+        lines(axes, mb, {"fitted to p50": [fit["at_zero_ms"] + fit["ms_per_mb"] * one for one in mb]}, marker="")
+        copies = {"fresh memory": "fresh_copy_ms", "memory in use": "used_copy_ms", "all threads": "threads_copy_ms"}
+        shown = {f"copy: {name}": [cell[key]["p50"] for cell in cells] for name, key in copies.items()}
+        lines(axes, mb, shown, marker="", ls="--")
+        targets = [(one["bytes"] / 1e6, one["target_ms"]) for one in content["targets"]]
+        axes.plot(*zip(*targets, strict=True), "kx", label="the seed's targets (p95)")
+        axes.set(xscale="log", yscale="log", xlabel="MB of cache", ylabel="ms")
 
 
 if __name__ == "__main__":

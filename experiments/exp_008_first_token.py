@@ -20,7 +20,7 @@ import numpy as np
 from bench import Bench, main
 from common import Json, drop_from_memory, in_turn, note, ratios, spread, timed
 from prompts import text_of
-from report import Report, band, columns, figure, say, span, table, yes
+from report import Report, columns, figure, lines, say, span, table, yes
 from stopwatch import Stopwatch
 from timed_turns import COLD, DISK, RAM, TimedTurn, Turns
 
@@ -382,19 +382,19 @@ def plot(content: Json, results: Path) -> None:
     rows = content["lengths"]
     tokens = [row["tokens"] for row in rows]
     with figure(content, results, "first_token", (11, 4), panels=(1, 2)) as (left, right):
-        for name in ("no cache", "mlx-lm, no cache", "mlx-lm, file", "disk", "memory", "one pass"):
-            band(left, tokens, [row["first_token_ms"][name] for row in rows], label=_NAMES[name])
-        for name in ("disk", "memory", "mlx-lm, file"):
-            right.plot(tokens, [row["speedup"][name]["median"] for row in rows], marker="o", label=_NAMES[name])
+        shown = (COLD, MLX_COLD, MLX_FILE, DISK, RAM, PASS)
+        lines(left, tokens, {_NAMES[name]: [row["first_token_ms"][name] for row in rows] for name in shown})
+        shown = (DISK, RAM, MLX_FILE)
+        lines(right, tokens, {_NAMES[name]: [row["speedup"][name]["median"] for row in rows] for name in shown})
         for model, by_tokens in PAPER.items():
-            right.plot(list(by_tokens), [cold / disk for cold, disk, _ in by_tokens.values()], linestyle=":",
-                       color="grey", label=f"the paper's, disk: {model}")  # fmt: skip
-        left.set(xscale="log", yscale="log", xlabel="prompt tokens", ylabel="ms to the first token")
-        right.set(xscale="log", yscale="log", xlabel="prompt tokens", ylabel="times as fast as its own cold start")
+            found = {f"the paper's, disk: {model}": [cold / disk for cold, disk, _ in by_tokens.values()]}
+            lines(right, list(by_tokens), found, ls=":", color="grey", marker="")
+        left.set_ylabel("ms to the first token")
+        right.set_ylabel("times as fast as its own cold start")
         for axes in (left, right):
-            axes.set_xticks(tokens, [str(n) for n in tokens])
+            axes.set(xscale="log", yscale="log", xlabel="prompt tokens")
+            axes.set_xticks(tokens, [str(n) for n in tokens], minor=False)
             axes.minorticks_off()
-            axes.legend(fontsize=7)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from answer_differences import EQUAL, UNEXPLAINED
 from bench import Bench, main
@@ -20,7 +19,7 @@ from common import Json, ratios, spread
 from peer_backlogs import backlogs
 from peer_servers import PLACES, STOKER, VLLM_MLX, Servers
 from peer_turns import FIRST, KEPT, KILLED, STOPPED, STREAMED, converse
-from report import Report, columns, figure, machine_line, say, span, table
+from report import Report, bars, columns, figure, machine_line, say, span, table
 
 from stoker_worker.models.blas import find_blas
 
@@ -327,25 +326,14 @@ def _shown(piece: str) -> str:
 
 def plot(content: Json, results: Path) -> None:
     rounds, jobs = _rounds(content), content["backlog"]
-    kinds = [kind for kind in rounds["stoker"] if kind not in (FIRST, STREAMED)]
-    width = 0.8 / len(rounds)
-    with figure(content, results, "peers", (10, 3.8), panels=(1, 2), width_ratios=(2, 1)) as (left, right):
-        for place, (name, found) in enumerate(rounds.items()):
-            shown = [(n, spread(found[kind])) for n, kind in enumerate(kinds) if kind in found]
-            at = [n + width * place for n, _ in shown]
-            _bars(left, at, [one for _, one in shown], width=0.9 * width, label=name)
-            _bars(right, [place], [jobs["seconds"][name]], width=0.7)
-        left.set_xticks([n + width * (len(rounds) - 1) / 2 for n in range(len(kinds))], kinds)
-        left.set_title("a later round of turns, s")
-        left.legend()
-        right.set_xticks(range(len(rounds)), list(rounds))
-        right.set_title(f"{jobs['jobs']} jobs, s")
-
-
-def _bars(axes: Any, at: list[float], found: list[Json], *, width: float, label: str | None = None) -> None:
-    medians = [one["median"] for one in found]
-    error = [[one["median"] - one["min"] for one in found], [one["max"] - one["median"] for one in found]]
-    axes.bar(at, medians, yerr=error, capsize=4, width=width, label=label)
+    kept = {kind: {name: spread(found[kind]) for name, found in rounds.items() if kind in found}
+            for kind in rounds[STOKER] if kind not in (FIRST, STREAMED)}  # fmt: skip
+    with figure(content, results, "peers", (12, 3.8), panels=(1, 1 + len(kept))) as (*panels, backlog):
+        for axes, (kind, found) in zip(panels, kept.items(), strict=True):
+            bars(axes, list(found), {"": list(found.values())})
+            axes.set_title(f"a round, s: {kind}")
+        bars(backlog, list(jobs["seconds"]), {"": list(jobs["seconds"].values())})
+        backlog.set_title(f"{jobs['jobs']} jobs, s")
 
 
 if __name__ == "__main__":

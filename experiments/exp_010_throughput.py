@@ -19,7 +19,7 @@ from typing import Any
 from bench import Bench, main
 from common import Json, in_turn, note, ratios, spread
 from prompts import SIX_KINDS, text_of
-from report import Report, columns, figure, say, short
+from report import Report, columns, figure, lines, say, short
 from worker_process import WorkerProcess
 from works import answers, work
 
@@ -288,20 +288,15 @@ def plot(content: Json, results: Path) -> None:
     rows = [row for row in content["loads"] if "pipeline_ratio" in row]
     places = [row["places"] for row in rows]
     with figure(content, results, "throughput", (11, 4.2), panels=(1, 2)) as (speed, ratio):
-        for who, color in (("bare", "grey"), ("engine", "C0"), ("pipeline", "C1")):
-            speed.plot(places, [row[f"{who}_tokens_per_s"]["median"] for row in rows], "o-", color=color, label=who)
-        for who, color in (("engine", "C0"), ("pipeline", "C1")):
-            values = [row[f"{who}_ratio"] for row in rows]
-            middle = [value["median"] for value in values]
-            ends = [[abs(value[end] - value["median"]) for value in values] for end in ("min", "max")]
-            ratio.errorbar(places, middle, yerr=ends, fmt="o-", color=color, capsize=3, label=f"{who}, least to most")
-            ratio.axhline(TARGETS[who], color=color, ls=":", label=f"target {TARGETS[who]}")
-        speed.set(xscale="log", xlabel="rows in the batch", ylabel="generated tokens/s")
-        ratio.set(xscale="log", xlabel="rows in the batch", ylabel="of a bare loop's speed")
+        lines(speed, places, {who: [row[f"{who}_tokens_per_s"] for row in rows] for who in ("bare", *TARGETS)})
+        lines(ratio, places, {f"{who} (asked: {asked})": [row[f"{who}_ratio"] for row in rows]
+                              for who, asked in TARGETS.items()})  # fmt: skip
+        speed.set_ylabel("generated tokens/s")
+        ratio.set_ylabel("of a bare loop's speed")
         for axes in (speed, ratio):
-            axes.set_xticks(places, [str(n) for n in places])
+            axes.set(xscale="log", xlabel="rows in the batch")
+            axes.set_xticks(places, [str(n) for n in places], minor=False)
             axes.minorticks_off()
-            axes.legend(fontsize=8)
 
 
 if __name__ == "__main__":

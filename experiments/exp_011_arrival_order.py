@@ -18,7 +18,7 @@ from unittest.mock import patch
 from bench import Bench, main
 from common import Json, note, ratios, spread
 from prompts import SIX_KINDS, text_of
-from report import Report, columns, figure, say, span
+from report import Report, bars, columns, figure, say, span
 from rows_bench import Contexts, Job, Load, Rectangle, Rows, Run, run_once, same_tokens
 
 # --- what the passes of a batch do, counted: passes, tokens fed and attended to, bytes copied ---
@@ -50,10 +50,6 @@ class Counts:
     def model(self, model: Any) -> Any:
         return _CountedModel(model, self)
 
-    def sampler(self) -> Any:
-        """mlx-lm's own."""
-        return None
-
     def note_pass(self, inputs: Any, cache: Any) -> None:
         """Count a pass whose keys and values are in the caches now."""
         if self._is_prefill:
@@ -64,7 +60,7 @@ class Counts:
             self.attended += _keys_of_all_rows(len(inputs), cache[0])
 
     @contextmanager
-    def during(self, network: Any) -> Iterator[None]:
+    def during(self) -> Iterator[None]:
         """Count what runs inside the block."""
         from mlx_lm.generate import PromptProcessingBatch
         from mlx_lm.models.cache import BatchKVCache
@@ -371,7 +367,6 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
 # --- the report, from the results alone ---
 
 
-COLORS = {"rectangle": "grey", "rows": "C0"}
 SPEEDS = {
     "order": "{order}", "mode": "{mode}", "s": "{s}", "tokens/s": "{tokens_per_s}",
     "held after a step, MB": "{held_mb}", "peak, MB": "{peak_mb}", "copied, MB": "{copied_mb}",
@@ -441,19 +436,11 @@ def _named(load: Json) -> str:
 
 def plot(content: Json, results: Path) -> None:
     loads = [*content["arrival"], *content["turnover"]]
-    with figure(content, results, "arrival_order", (13, 4), panels=(1, 3)) as axes:
-        _bars(axes[0], loads, "tokens per second", lambda one: one["tokens_per_s"]["median"])
-        _bars(axes[1], loads, "padding in attention, %", lambda one: 100 * one["attention_padded"])
-        _bars(axes[2], loads, "copied, MB", lambda one: one["copied_mb"])
-        axes[0].legend(fontsize=8)
-
-
-def _bars(axes: Any, loads: list[Json], title: str, value: Any) -> None:
-    for number, mode in enumerate(NAMES):
-        places = [n + 0.4 * number - 0.2 for n in range(len(loads))]
-        axes.bar(places, [value(load[mode]) for load in loads], 0.4, color=COLORS[mode], label=mode)
-    axes.set_xticks(range(len(loads)), [load["key"] for load in loads], rotation=20)
-    axes.set_ylabel(title)
+    shown = {"tokens_per_s": "tokens per second", "attention_padded": "padding in attention", "copied_mb": "copied, MB"}
+    with figure(content, results, "arrival_order", (13, 4), panels=(1, 3)) as panels:
+        for axes, (key, title) in zip(panels, shown.items(), strict=True):
+            bars(axes, [load["key"] for load in loads], {mode: [load[mode][key] for load in loads] for mode in NAMES})
+            axes.set_ylabel(title)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from command import main
 from common import Json, note, percentiles, ratios, server_machine, spread, take_turns, timed
 from queue_bench import Feeder, TimedProvider, our_worker, ours, stock
 from redis import Redis
-from report import Report, columns, figure, say
+from report import Report, bars, columns, figure, say
 
 from stoker import Producer
 from stoker_worker.embedded_redis import EmbeddedServer
@@ -169,15 +169,12 @@ def _steps(step: Json) -> str:
 
 
 def plot(content: Json, results: Path) -> None:
-    names = ["p50", "p95", "p99"]
+    names = ("p50", "p95", "p99")
     title = "steps of 1 ms, without and with jobs that come and go"
     with figure(content, results, "steps", (6, 3.2), title=title) as axes:
-        for offset, (label, key) in enumerate((("idle", "idle_ms"), ("100 jobs/s", "busy_ms"))):
-            heights = [content["steps"][key][name] for name in names]
-            axes.bar([n + 0.4 * offset for n in range(3)], heights, width=0.38, label=label)
-        axes.set_xticks([n + 0.2 for n in range(3)], names)
+        found = {"idle": "idle_ms", "100 jobs/s": "busy_ms"}
+        bars(axes, names, {label: [content["steps"][key][name] for name in names] for label, key in found.items()})
         axes.set_ylabel("ms from step to step")
-        axes.legend()
 
 
 if __name__ == "__main__":

@@ -244,10 +244,10 @@ def _steps(steps: Json) -> str:
 
 
 def plot(content: Json, results: Path) -> None:
-    rounds = {_ROUNDS[kind]: taken for kind, taken in content["rounds"]["round_s"].items()}
+    taken, steps = content["rounds"]["round_s"], content["steps"]["step_ms"]
     with figure(content, results, "restart", (10, 4), panels=(1, 2)) as (left, right):
-        bars(left, rounds, color="tab:blue")
-        bars(right, content["steps"]["step_ms"], color="tab:blue")
+        bars(left, [_ROUNDS[kind] for kind in taken], {"": list(taken.values())})
+        bars(right, list(steps), {"": list(steps.values())})
         left.set_ylabel("s per round")
         right.set_ylabel("ms per step")
 

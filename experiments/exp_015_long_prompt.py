@@ -102,10 +102,9 @@ FOUND = {
 def render(content: Json, results: Path) -> Report:
     found = content["found"]
     with figure(content, results, "long_prompt", (6, 3.5)) as axes:
-        bars(axes, {"while it is prefilled": found["speed"], "once it decodes": found["speed_afterwards"]})
-        axes.axhline(0.5, color="tab:red", linestyle="--", label="asked for")
+        bars(axes, ["while it is prefilled", "once it decodes"], {"": [found["speed"], found["speed_afterwards"]]})
+        axes.axhline(LEAST_SPEED, color="tab:red", linestyle="--")
         axes.set_ylabel("speed of the other rows, 1 = before")
-        axes.legend()
     number = say(found, "{speed[median]} of their speed while {long_prompt[median]:.0f} tokens are prefilled")
     parts = {"summary": say(found, SUMMARY), "found": listed(found, ("", "median (least to most)"), FOUND)}
     return Report("a long prompt beside decoding sequences", number, parts)

@@ -14,7 +14,7 @@ from command import main
 from common import HERE, Json, in_turn, note, rss_mib, server_machine, spread, take_turns, timed
 from queue_bench import jobs_per_s
 from redis import Redis
-from report import Report, columns, figure, listed, percent, say
+from report import Report, columns, figure, lines, listed, percent, say
 from store_bench import scripted_model, sizes, submit, take_turn, wait_for
 from worker_process import SCRIPTED, WorkerProcess
 
@@ -225,14 +225,13 @@ def plot(content: Json, results: Path) -> None:
              "database, MB": ("database_bytes", 1e6)}  # fmt: skip
     with figure(content, results, "growth", (13, 3.2), panels=(1, 4)) as (*panels, turns):
         for axes, (label, (key, scale)) in zip(panels, shown.items(), strict=True):
-            axes.plot(agents, [one[key] / scale for one in samples], marker="o")
+            lines(axes, agents, {"": [one[key] / scale for one in samples]})
             axes.set(xlabel="agents, thousands", ylabel=label, ylim=(0, None))
-        opening = [point["open_ms"]["median"] for point in long["points"]]
-        turns.plot([point["turns"] for point in long["points"]], opening, marker="o", label="one agent")
+        points = long["points"]
+        lines(turns, [point["turns"] for point in points], {"one agent": [point["open_ms"] for point in points]})
         alike = long["ten_turns_as_long_ms"]["median"]
         turns.axhline(alike, linestyle="--", color="gray", label="10 turns, as long at the end")
         turns.set(xscale="log", xlabel="turns", ylabel="opening, ms", ylim=(0, None))
-        turns.legend()
 
 
 if __name__ == "__main__":

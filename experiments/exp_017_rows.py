@@ -9,165 +9,21 @@ import random
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 from bench import Bench, main
 from common import Json, note, ratios, spread, take_turns, timed
 from prompts import SIX_KINDS, text_of
-from report import Report, columns, figure, say, short, table
+from report import Report, bars, columns, figure, lines, say, short, table
 from rows_bench import CONTESTANTS, Contexts, Job, Load, run_once, same_tokens
-from stopwatch import Stopwatch
 from works import let_decode, work
 
 from stoker_worker.ports import GenerationWork, SequenceCache
 from stoker_worker.ports.model import Batching, ServingMode
-
-# --- where the time of a batch's steps goes: model, attention, sampling, joins, leaves, Python ---
-# MLX computes later than Python asks, and beside it. Here each part is computed before the next begins, so the parts of
-# a run add up to it, and the run takes longer than one that is not watched.
-
-PARTS = ("model", "attention", "sampling", "prefill", "join", "leave", "python")
-"""The model's decode passes without attention; attention, with the writing of keys and values; a prompt's passes; the
-copies of rows that join or leave; the rest."""
-
-
-class Parts(Stopwatch):
-    """All of one run; what is in no other part is Python's. Implements `rows_bench.Watch`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._stack.append("python")
-
-    @property
-    def now(self) -> str:
-        return self._stack[-1]
-
-    def model(self, model: Any) -> Any:
-        return _WatchedModel(model, self)
-
-    def sampler(self) -> Any:
-        """mlx-lm's greedy sampler."""
-        import mlx.core as mx
-
-        return self._timed(lambda logprobs: mx.argmax(logprobs, axis=-1), "sampling", lambda drawn, *_: drawn)
-
-    @contextmanager
-    def during(self, network: Any) -> Iterator[None]:
-        """Watch what runs inside the block."""
-        from mlx_lm.models.cache import BatchKVCache
-
-        from stoker_worker.engine.rows import attention, decode_batch
-        from stoker_worker.engine.rows.attention import StepCache
-
-        with ExitStack() as stack:
-
-            def watch(owner: Any, name: str, timed: Callable[..., Any]) -> None:
-                stack.enter_context(patch.object(owner, name, timed))
-
-            for owner, name, part, results in _watched_methods():
-                watch(owner, name, self._timed(getattr(owner, name), part, results))
-            watch(decode_batch, "drawn", self._timed(decode_batch.drawn, "sampling", lambda drawn, *_: drawn))
-            for module in list(attention._modules_of(network)):
-                name = attention._NAME
-                watch(module, name, self._attention(getattr(module, name), lambda out: out))
-            watch(BatchKVCache, "update_and_fetch", self._attention(BatchKVCache.update_and_fetch, lambda kv: kv))
-            of_rows = self._attention(StepCache.update_and_fetch, lambda kv: [x.arrays for x in kv])
-            watch(StepCache, "update_and_fetch", of_rows)
-            self._since = time.perf_counter()
-            yield
-            self._tick()
-
-    def _timed(self, call: Callable[..., Any], part: str, results: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, as `part`, until its `results` are computed."""
-        import mlx.core as mx
-
-        def timed(*args: Any, **options: Any) -> Any:
-            with self.part(part):
-                out = call(*args, **options)
-                mx.eval(results(out, *args))
-                return out
-
-        return timed
-
-    def _attention(self, call: Callable[..., Any], results: Callable[[Any], Any]) -> Callable[..., Any]:
-        """`call`, as attention, in the model's decode passes; its inputs are the model's work."""
-        import mlx.core as mx
-
-        def timed(*args: Any, **options: Any) -> Any:
-            if self.now != "model":
-                return call(*args, **options)
-            mx.eval([x for x in args if isinstance(x, mx.array)])
-            with self.part("attention"):
-                out = call(*args, **options)
-                mx.eval(results(out))
-                return out
-
-        return timed
-
-
-class _WatchedModel:
-    """A model whose decode passes are computed when it is called."""
-
-    def __init__(self, model: Any, parts: Parts) -> None:
-        self._model = model
-        self._parts = parts
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        import mlx.core as mx
-
-        if self._parts.now != "python":
-            return self._model(*args, **options)
-        with self._parts.part("model"):
-            logits = self._model(*args, **options)
-            mx.eval(logits)
-            return logits
-
-
-def _watched_methods() -> list[tuple[Any, str, str, Callable[..., Any]]]:
-    """Classes, methods, their parts, and what they leave to be computed."""
-    from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch
-
-    from stoker_worker.engine.rows.decode_batch import DecodeBatch
-    from stoker_worker.engine.rows.rows_generator import PrefillRows, RowsGenerator
-
-    def caches(_: Any, batch: Any, *__: Any) -> Any:
-        return [x for cache in batch.prompt_cache for x in (cache.keys, cache.values) if x is not None]
-
-    def both(apart: Any, batch: Any, *_: Any) -> Any:
-        return [caches(None, batch), caches(None, apart)]
-
-    def groups(_: Any, batch: Any, *__: Any) -> Any:
-        return [(group._keys, group._values) for group in batch._groups.groups]
-
-    def newest(_: Any, generator: Any, *__: Any) -> Any:
-        return [x for cache in generator._prefill.rows[-1].caches for x in (cache.keys, cache.values)]
-
-    def nothing(*_: Any) -> Any:
-        return []
-
-    return [
-        (DecodeBatch, "join", "join", groups),
-        (DecodeBatch, "_drop", "leave", groups),
-        (PrefillRows, "next", "prefill", nothing),
-        (RowsGenerator, "insert", "join", newest),
-        (GenerationBatch, "extend", "join", caches),
-        (PromptProcessingBatch, "split", "join", both),
-        (PromptProcessingBatch, "extend", "join", caches),
-        (BatchGenerator, "_make_batch", "join", nothing),
-        (PromptProcessingBatch, "prompt", "prefill", nothing),
-        (GenerationBatch, "filter", "leave", caches),
-    ]
-
 
 # --- the loads: rows that are unequal, that come and go, or that are alike, and what was asked for in each ---
 
@@ -235,7 +91,6 @@ def loads(bench: Bench, sizes: Sizes) -> list[Load]:
 
 
 ROUNDS = {"mixed": 1, "mixed_restored": 3, "restored": 5, "short": 5, "steady": 5, **{f"batch_{n}": 5 for n in SIZES}}
-IN_PARTS = ("mixed_restored", "restored", "short")
 LEAST = 0.97
 MOST_LONGEST, MOST_JOIN, MOST_MEMORY = 1.5, 1.3, 1.15
 
@@ -279,18 +134,6 @@ def memory_over_time(load: Load) -> Json:
         kept = memory[:: max(1, len(memory) // 150)]
         found[name] = {"s": [round(s, 2) for s, _ in kept], "mb": [round(n / 1e6, 1) for _, n in kept]}
     return {"load": load.name, **found}
-
-
-def parts(bench: Bench, contexts: Contexts, load: Load) -> Json:
-    """Seconds of each part of a run, in which every part is waited for."""
-    found: Json = {"load": load.name}
-    for contestant in CONTESTANTS:
-        watch = Parts()
-        done = run_once(bench, contexts, load, contestant, watch)
-        note(f"parts of {load.name}: {contestant.name} {done.seconds:.1f} s")
-        seconds = {name: round(watch.seconds[name], 3) for name in PARTS}
-        found[contestant.name] = {"steps": len(done.memory), "s": round(done.seconds, 3), "parts": seconds}
-    return found
 
 
 # --- a long restored row joins, through the engine ---
@@ -350,18 +193,15 @@ def _restored(bench: Bench, n_tokens: int) -> GenerationWork:
 
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     contexts = Contexts(bench)
-    found, split, memory = [], [], {}
+    found, memory = [], {}
     warm_up(bench, contexts)
     for load in loads(bench, QUICK if quick else FULL):
         found.append(measured(bench, contexts, load, 1 if quick else ROUNDS[load.key]))
-        if load.key in IN_PARTS:
-            split.append(parts(bench, contexts, load))
         if load.key == "short":
             memory = memory_over_time(load)
     sizes = {"rows": 2, "n_tokens": 600, "repeats": 1} if quick else {"rows": 7, "n_tokens": 8192, "repeats": 5}
     joins = {str(batching): joining(bench, batching, **sizes) for batching in (Batching.ROWS, Batching.BATCHED)}
-    return {"verdict": verdict(found, joins[str(Batching.ROWS)]), "loads": found, "joins": joins, "parts": split,
-            "memory": memory}  # fmt: skip
+    return {"verdict": verdict(found, joins[str(Batching.ROWS)]), "loads": found, "joins": joins, "memory": memory}
 
 
 def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
@@ -405,9 +245,6 @@ def verdict(found: list[Json], join: Json) -> Json:
 # --- the report, from the results alone ---
 
 
-COLORS = {"mlx-lm": "grey", "rows": "C0"}
-
-
 def render(content: Json, results: Path) -> Report:
     plot(content, results)
     loads, joins = content["loads"], content["joins"]
@@ -418,7 +255,6 @@ def render(content: Json, results: Path) -> Report:
     return Report("rows against one rectangle", number, {
         "summary": _summary(loads, joins["in rows"]), "ratios": columns(loads, RATIOS),
         "memory": columns(loads, MEMORY), "joins": _joins(joins),
-        "parts": "\n\n".join(_parts(split) for split in content["parts"]),
     })  # fmt: skip
 
 
@@ -460,57 +296,21 @@ def _joins(joins: Json) -> str:
     return table(("", *joins), [*lines, ("the longest, in steps once it decodes (of the medians)", *own)])
 
 
-def _parts(split: Json) -> str:
-    lines = []
-    for name in COLORS:
-        one = split[name]
-        each = [f"{1000 * seconds / one['steps']:.1f}" for seconds in (*one["parts"].values(), one["s"])]
-        lines.append((name, *each, one["steps"]))
-    return table((f"{split['load']}: ms per step", *split["rows"]["parts"], "all", "steps"), lines)
-
-
 def plot(content: Json, results: Path) -> None:
-    with figure(content, results, "rows", (12, 8.5), panels=(2, 2)) as ((ratios, joins), (parts, memory)):
-        _plot_ratios(ratios, content["loads"])
-        _plot_joins(joins, content["joins"])
-        _plot_parts(parts, content["parts"])
-        for name, color in COLORS.items():
-            memory.plot(content["memory"][name]["s"], content["memory"][name]["mb"], color=color, label=name)
-        memory.set_xlabel(f"seconds; {content['memory']['load']}", fontsize=7)
-        memory.set(ylabel="MB in use after a step", ylim=(0, None))
-        for axes in (ratios, joins, parts, memory):
-            axes.legend(fontsize=8)
-
-
-def _plot_ratios(axes: Any, loads: list[Json]) -> None:
-    places = range(len(loads))
-    middle = [load["ratio"]["median"] for load in loads]
-    ends = [[abs(load["ratio"][end] - load["ratio"]["median"]) for load in loads] for end in ("min", "max")]
-    axes.barh(places, middle, xerr=ends, color=COLORS["rows"], ecolor="black", capsize=3)
-    axes.plot([load["target"] for load in loads], places, "|", color="C3", ms=16, mew=2, label="asked for")
-    axes.set_yticks(places, [load["key"].replace("_", " ") for load in loads])
-    axes.invert_yaxis()
-    axes.set(xlabel="times mlx-lm's speed, least to most")
-
-
-def _plot_joins(axes: Any, joins: Json) -> None:
-    for (name, join), color in zip(joins.items(), (COLORS["rows"], COLORS["mlx-lm"]), strict=True):
-        for number, steps in enumerate(join["steps"]):
-            axes.plot(range(1, len(steps) + 1), steps, "o-", color=color, alpha=0.6, label=None if number else name)
-    axes.axhline(1.5, color="C3", ls="--", label="longest asked for")
-    axes.set(yscale="log", xlabel="step since the long row was submitted", ylabel="time of a step, 1 = quiet")
-
-
-def _plot_parts(axes: Any, splits: list[Json]) -> None:
-    rows = [(f"{split['load'][:24]}...\n{name}", split[name]["parts"]) for split in splits for name in COLORS]
-    before = [0.0] * len(rows)
-    for part in rows[0][1]:
-        values = [seconds[part] for _, seconds in rows]
-        axes.barh(range(len(rows)), values, left=before, label=part)
-        before = [a + b for a, b in zip(before, values, strict=True)]
-    axes.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=7)
-    axes.invert_yaxis()
-    axes.set(xlabel="seconds of a run, every part waited for")
+    loads, joins, memory = content["loads"], content["joins"], content["memory"]
+    names = ("mlx-lm", "rows")
+    with figure(content, results, "rows", (15, 4.5), panels=(1, 3)) as (ratios, steps, used):
+        found = {"times mlx-lm's speed": "ratio", "asked for": "target"}
+        keys = [load["key"].replace("_", " ") for load in loads]
+        bars(ratios, keys, {name: [load[key] for load in loads] for name, key in found.items()})
+        ratios.tick_params(axis="x", labelrotation=90)
+        for mode, join in joins.items():
+            longest = max(join["steps"], key=len)
+            lines(steps, range(1, len(longest) + 1), {mode: longest})
+        steps.set(yscale="log", xlabel="step since the long row was submitted", ylabel="time of a step, 1 = quiet")
+        for name in names:
+            lines(used, memory[name]["s"], {name: memory[name]["mb"]}, marker="")
+        used.set(xlabel=f"seconds; {memory['load']}", ylabel="MB in use after a step", ylim=(0, None))
 
 
 if __name__ == "__main__":

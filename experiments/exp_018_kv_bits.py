@@ -16,7 +16,7 @@ from bench import MAX_BATCH, Bench, main
 from common import HERE, Json, difference, note, ratios, spread, take_turns, timed
 from prompts import text_of
 from quality import Plan, change_of, log_likelihoods, mean_ratio
-from report import Report, columns, figure, percent, say
+from report import Report, bars, columns, figure, percent, say
 from works import work
 
 from stoker_worker.ports import SequenceCache
@@ -208,11 +208,10 @@ def _decoding(steps: Json) -> str:
 def plot(content: Json, results: Path) -> None:
     texts, sizes = content["likelihoods"], content["capacity"]
     with figure(content, results, "kv_bits", (9, 3.6), panels=(1, 2)) as (left, right):
-        left.bar([row["text"] for row in texts], [row["rms_change"] for row in texts])
+        bars(left, [row["text"] for row in texts], {"": [row["rms_change"] for row in texts]})
         left.set_title("change of log-likelihood per token, r.m.s.", fontsize=10)
-        right.bar([row["dtype"] for row in sizes], [row["ratio"] for row in sizes], color="C1")
+        bars(right, [row["dtype"] for row in sizes], {"": [row["ratio"] for row in sizes]})
         right.set_title("sequences in the same KV memory, of native", fontsize=10)
-        right.axhline(1, color="black", lw=0.5)
 
 
 if __name__ == "__main__":

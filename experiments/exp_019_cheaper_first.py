@@ -17,7 +17,7 @@ from statistics import mean
 from command import main
 from common import Json, server_machine
 from redis import Redis
-from report import Report, columns, figure
+from report import Report, columns, figure, lines
 
 from stoker import Producer
 from stoker.api.chat import TEXT_URL
@@ -249,13 +249,13 @@ def plot(content: Json, results: Path) -> None:
     step = content["curve_step"]
     with figure(content, results, "regret", (6, 3.4), title="cost above that of an oracle") as axes:
         for name, curve in content["curves"].items():
-            axes.plot([n * step for n in range(len(curve))], [value / 1000 for value in curve], label=name)
+            places = [n * step for n in range(len(curve))]
+            lines(axes, places, {name: [value / 1000 for value in curve]}, marker="")
         axes.axvline(content["turned_bad_at"], linestyle=":", color="grey")
-        axes.set_xlabel("lines; the small model turns bad at the dotted one")
         axes.set_yscale("symlog", linthresh=1)
-        axes.set_ylim(bottom=0)
-        axes.set_ylabel("seconds, stated costs")
-        axes.legend()
+        axes.set(
+            xlabel="lines; the small model turns bad at the dotted one", ylabel="seconds, stated costs", ylim=(0, None)
+        )
 
 
 if __name__ == "__main__":

@@ -6,15 +6,13 @@ steps; the order changes every round. Run: ``python experiments/exp_020_drafts.p
 
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from bench import Bench, main
-from common import Json, in_turn, note, ratios, spread, timed
-from report import Report, columns, figure
+from common import Json, note, ratios, spread
+from report import Report, columns, figure, lines
 from works import chat_work
 
 from stoker_worker.ports import CompletedGeneration, GenerationWork
@@ -70,7 +68,6 @@ OTHER: Final = (
 KINDS = {"quoting": QUOTING, "other": OTHER}
 WIDTHS = (1, 2, 4)
 LEAST_QUOTING, LEAST_OTHER = 1.2, 0.97
-CONTEXT_TOKENS = 240
 TURN_STEPS = 12
 
 
@@ -164,47 +161,6 @@ def measured(
     }
 
 
-# --- passes ---
-
-
-def passes(bench: Bench, rows: int, sizes: Sequence[int], repeats: int) -> Json:
-    """Milliseconds of passes over `rows` rows of one length: steps that are read a pass late, as without drafts; steps
-    that are waited for; passes with several tokens of each row."""
-    import mlx.core as mx
-
-    from stoker_worker.engine.generator import SequenceStart
-    from stoker_worker.engine.rows.rows_generator import RowsGenerator
-
-    found: dict[str, list[float]] = defaultdict(list)
-    generator = RowsGenerator(bench.network, bench.model.spec, draft_ngram=True)
-    for n in range(rows):
-        ids = [(7919 * (n + 1) + 31 * i) % 40_000 + 100 for i in range(CONTEXT_TOKENS)]
-        generator.insert(SequenceStart([ids[:-1], ids[-1:]], None, [], 10_000, None, []))
-    while generator._prefill.rows:
-        generator.next(CONTEXT_TOKENS)
-    decode = generator._decode
-
-    def step(size: int) -> None:
-        order = decode._groups.order()
-        made = {row: [1 + i for i in range(size - 1)] for row in order} if size > 1 else {}
-        decode.drafts.of_step = lambda *_: made  # type: ignore[method-assign]
-        decode.step()
-
-    def waited(size: int) -> None:
-        step(size)
-        mx.eval(decode._next_tokens, decode._logprobs)
-
-    for _ in range(repeats):
-        step(1)
-        found["a step ahead"] += [timed(partial(step, 1)) for _ in range(3)]
-        mx.eval(decode._next_tokens, decode._logprobs)
-        found["waited for"] += [timed(partial(waited, 1)) for _ in range(3)]
-    for _, size in in_turn(sizes, repeats):
-        found[str(size)].append(timed(partial(waited, size)))
-    generator.close()
-    return {"rows": rows, **{name: spread(samples, digits=1) for name, samples in found.items()}}
-
-
 # --- all of it ---
 
 
@@ -212,7 +168,6 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     sizes = {"rounds": 1, "prompts": 2, "max_tokens": 24} if quick else {"rounds": 3, "prompts": 4, "max_tokens": 96}
     widths = WIDTHS[:1] if quick else WIDTHS
     loads = [(kind, width, 0.0) for width in widths for kind in KINDS] + [("quoting", 4, 0.7)] * (not quick)
-    of_passes = [passes(bench, rows, (2, 3, 5, 1), 1 if quick else 5) for rows in ((1,) if quick else (1, 2, 4, 8))]
     found = [measured(bench, *load, **sizes) for load in loads]
     of_kind = {kind: [load["ratio"]["median"] for load in found if load["kind"] == kind] for kind in KINDS}
     verdict = {
@@ -220,7 +175,7 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
         "others_lose_under_3_percent": min(of_kind["other"]) > LEAST_OTHER,
         "all_tokens_equal": all(load["same_answers"] == load["answers"] for load in found),
     }
-    return {"verdict": verdict, "loads": found, "passes": of_passes}
+    return {"verdict": verdict, "loads": found}
 
 
 def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
@@ -236,14 +191,6 @@ def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
 # --- the report, from the results alone ---
 
 
-PASSES = {
-    "rows": "{pass rows}", "a step, read a pass late": "{pass a step ahead:.3g}",
-    "a step, waited for": "{pass waited for:.3g}", "waited for, rows apart": "{pass 1:.3g}",
-    "2 tokens of each row": "{pass 2:.3g}", "3 tokens of each row": "{pass 3:.3g}",
-    "5 tokens of each row": "{pass 5:.3g}",
-}  # fmt: skip
-
-
 def render(content: Json, results: Path) -> Report:
     plot(content, results)
     loads = content["loads"]
@@ -251,8 +198,7 @@ def render(content: Json, results: Path) -> Report:
         f"{loads[0]['ratio']['median']} times the speed where an answer quotes its context; "
         f"{loads[1]['ratio']['median']} elsewhere"
     )
-    passes = [{f"pass {name}": value for name, value in one.items()} for one in content["passes"]]
-    parts = {"summary": _summary(loads), "loads": _loads(loads), "passes": columns(passes, PASSES)}
+    parts = {"summary": _summary(loads), "loads": _loads(loads)}
     return Report("drafts from a row's own context", number, parts)
 
 
@@ -291,15 +237,13 @@ def _loads(loads: list[Json]) -> str:
 
 
 def plot(content: Json, results: Path) -> None:
+    loads = [load for load in content["loads"] if not load["temperature"]]
     with figure(content, results, "drafts", (6.5, 3.5)) as axes:
-        for kind, color, least in (("quoting", "C0", 1.2), ("other", "grey", 0.97)):
-            loads = [load for load in content["loads"] if load["kind"] == kind and not load["temperature"]]
-            widths = [str(load["width"]) for load in loads]
-            axes.plot(widths, [load["ratio"]["median"] for load in loads], "o-", color=color, label=f"{kind} answers")
-            axes.axhline(least, color=color, linestyle="--", label=f"asked for: {kind}")
+        for kind, asked in {"quoting": LEAST_QUOTING, "other": LEAST_OTHER}.items():
+            ratios = {load["width"]: load["ratio"] for load in loads if load["kind"] == kind}
+            lines(axes, list(ratios), {f"{kind} answers (asked: {asked})": list(ratios.values())})
         axes.axhline(1.0, color="black", linewidth=0.8)
-        axes.set(xlabel="rows", ylabel="speed, 1 = without drafts")
-        axes.legend()
+        axes.set(xlabel="rows", ylabel="speed, 1 = without drafts", xticks=WIDTHS)
 
 
 if __name__ == "__main__":

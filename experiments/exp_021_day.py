@@ -22,7 +22,7 @@ from bench import Bench, main
 from common import Json, note
 from long_run import long_tailed, mb, nearest, out_of_order, prefilled_again, serve, slices
 from prompts import SIX_KINDS, text_of
-from report import Report, figure, listed, say, table
+from report import Report, figure, lines, listed, say, table
 from store_bench import sizes
 from worker_process import WorkerProcess, watched
 
@@ -268,22 +268,18 @@ def _cpu(some: list[Json]) -> str:
 def plot(content: Json, results: Path) -> None:
     slices = content["slices"]
     jobs, whole = [one["jobs"] for one in slices], [one for one in slices if not one["has_restart"]]
-    named = {"rss": "resident", "peak": "MLX peak", "active": "MLX active", "kept": "kept by MLX"}
+    named = {"resident": "rss", "MLX peak": "peak", "MLX active": "active", "kept by MLX": "kept"}
     with figure(content, results, "day", (14, 3.4), panels=(1, 4)) as (memory, speed, store, sources):
-        for name, label in named.items():
-            memory.plot(jobs, [one[f"{name}_mb"] for one in slices], label=label)
-        for name, label in (("of_predicted", "time"), ("cpu_of_predicted", "CPU time")):
-            speed.plot([one["jobs"] for one in whole], [one[name] for one in whole], label=label)
-        speed.axhline(1.0, linestyle="--", color="gray")
-        store.plot(jobs, [one["store_mb"] for one in slices])
+        lines(memory, jobs, {name: [one[f"{key}_mb"] for one in slices] for name, key in named.items()}, marker="")
+        kinds = {"time": "of_predicted", "CPU time": "cpu_of_predicted"}
+        places = [one["jobs"] for one in whole]
+        lines(speed, places, {name: [one[key] for one in whole] for name, key in kinds.items()}, marker="")
+        lines(store, jobs, {"": [one["store_mb"] for one in slices]}, marker="")
         names = ("memory", "disk", "none")
         sources.stackplot(jobs, [[one["sources"].get(name, 0) for one in slices] for name in names], labels=names)
         labels = {memory: "MB", speed: "by the work done", store: "store, MB", sources: "jobs of a slice, by source"}
         for axes, label in labels.items():
             axes.set(xlabel="jobs ended", ylabel=label, ylim=(0, None))
-        memory.legend()
-        speed.legend()
-        sources.legend(loc="lower right")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 from bench import Bench, main
 from common import Json, note, ratios, spread, take_turns
 from prompts import text_of
-from report import Report, columns, figure, short
+from report import Report, bars, columns, figure, short
 from works import work
 
 from stoker_worker.ports import GenerationWork, SequenceCache
@@ -178,16 +178,12 @@ CELLS = {
 
 def plot(content: Json, results: Path) -> None:
     cells = content["cells"]
-    labels = [f"{cell['tokens']} x {cell['rows']}" for cell in cells]
+    groups = [f"{cell['tokens']} x {cell['rows']}" for cell in cells]
     with figure(content, results, "shared_prefix", (11, 4), panels=(1, 2)) as (time, memory):
-        for number, name in enumerate(NAMES):
-            places = [place + 0.4 * number for place in range(len(cells))]
-            time.bar(places, [cell[name]["step_ms"]["median"] for cell in cells], 0.4, label=name)
-            memory.bar(places, [cell[name]["cache_mb"] for cell in cells], 0.4, label=name)
-        for axes, title in ((time, "ms a step"), (memory, "MB of cache")):
-            axes.set_xticks([place + 0.2 for place in range(len(cells))], labels, fontsize=8)
-            axes.set(title=title, xlabel="common tokens x rows")
-            axes.legend(fontsize=8)
+        bars(time, groups, {name: [cell[name]["step_ms"] for cell in cells] for name in NAMES})
+        bars(memory, groups, {name: [cell[name]["cache_mb"] for cell in cells] for name in NAMES})
+        time.set(title="ms a step", xlabel="common tokens x rows")
+        memory.set(title="MB of cache", xlabel="common tokens x rows")
 
 
 if __name__ == "__main__":

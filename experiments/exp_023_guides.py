@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from bench import Bench, main
 from common import Json, note, spread, take_turns, timed
-from report import Report, columns, figure, say
+from report import Report, bars, columns, figure, say
 from works import chat_work, let_decode
 
 from stoker_shared.errors import GuideRefused
@@ -256,12 +256,9 @@ def _refused(schemas: Json) -> str:
 def plot(content: Json, results: Path) -> None:
     costs = content["costs"]
     with figure(content, results, "guides", (7, 4)) as axes:
-        for place, name in enumerate(("plain_step_ms", "guided_step_ms")):
-            values = [one[name]["median"] for one in costs]
-            axes.bar([n + 0.4 * place for n in range(len(costs))], values, 0.4, label=name.partition("_")[0])
-        axes.set_xticks([n + 0.2 for n in range(len(costs))], [f"temperature {one['temperature']}" for one in costs])
+        groups = [f"temperature {one['temperature']}" for one in costs]
+        bars(axes, groups, {name: [one[f"{name}_step_ms"] for one in costs] for name in ("plain", "guided")})
         axes.set(ylabel=f"ms a step of {costs[0]['rows']} rows")
-        axes.legend()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from flatness import flatness, life, point, rate
 from long_run import Served, long_tailed, nearest, out_of_order, prefilled_again, serve, slices
 from prompts import SIX_KINDS, text_of
 from redis import Redis
-from report import Report, columns, figure, machine_line, say, yes
+from report import Report, columns, figure, lines, machine_line, say, yes
 from store_bench import sizes
 from worker_process import SCRIPTED, WorkerProcess, watched
 
@@ -285,24 +285,22 @@ def _lives(part: Json) -> str:
 
 
 def plot(content: Json, results: Path) -> None:
-    parts = content["parts"]
-    with figure(content, results, "soak", (18, 3.2 * len(parts)), panels=(len(parts), len(PLOTS))) as rows:
-        for axes_of_part, (key, part) in zip(rows if len(parts) > 1 else [rows], parts.items(), strict=True):
-            for axes, names in zip(axes_of_part, PLOTS, strict=True):
-                _plot(axes, part, names)
-            axes_of_part[0].set_title(PARTS[key])
-
-
-def _plot(axes: Any, part: Json, names: tuple[str, ...]) -> None:
     """Figures over the minutes; the window is grey, restarts are lines."""
-    for name in filter(part["lines"].__contains__, names):
-        points = [one for one in part["rates"] if not one["has_restart"]] if name in RATES else part["series"]
-        axes.plot([one["at_s"] / 60 for one in points], [one[name] for one in points], lw=1, label=NAMES[name])
-    axes.axvspan(*(at / 60 for at in part["window_s"]), color="0.92", zorder=0)
-    for restart in part["restarts"]:
-        axes.axvline(restart["at_s"] / 60, color="C3", lw=0.8, ls="--")
-    axes.set(xlabel="minutes", ylim=(0, None))
-    axes.legend(fontsize=7)
+    parts = content["parts"]
+    size = (18, 3.2 * len(parts))
+    with figure(content, results, "soak", size, panels=(len(parts), len(PLOTS)), squeeze=False) as rows:
+        for axes_of_part, (key, part) in zip(rows, parts.items(), strict=True):
+            whole = [one for one in part["rates"] if not one["has_restart"]]
+            for axes, names in zip(axes_of_part, PLOTS, strict=True):
+                for name in filter(part["lines"].__contains__, names):
+                    points = whole if name in RATES else part["series"]
+                    minutes = [one["at_s"] / 60 for one in points]
+                    lines(axes, minutes, {NAMES[name]: [one[name] for one in points]}, marker="", lw=1)
+                axes.axvspan(*(at / 60 for at in part["window_s"]), color="0.92", zorder=0)
+                for restart in part["restarts"]:
+                    axes.axvline(restart["at_s"] / 60, color="C3", lw=0.8, ls="--")
+                axes.set(xlabel="minutes", ylabel=NAMES[names[0]], ylim=(0, None))
+            axes_of_part[0].set_title(PARTS[key])
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from command import main
 from common import HERE, Json, note, ratios, server_machine, spread, take_turns, timed
 from queue_bench import jobs_per_s
 from redis import Redis
-from report import Report, columns, figure, say
+from report import Report, bars, columns, figure, say
 from slow_proxy import SlowProxy
 from worker_process import ServerProcess, WorkerProcess
 
@@ -216,12 +216,9 @@ ELSEWHERE = {"jobs": "{waiting}", "first reading s": "{first_s}", "longest look 
 def plot(content: Json, results: Path) -> None:
     jobs = content["jobs"]
     with figure(content, results, "rates", (4.5, 3.2), title="jobs a second by workers") as axes:
-        for number, name in enumerate(("one", "four")):
-            places = [place + 0.38 * number for place in range(len(jobs))]
-            axes.bar(places, [row[f"{name}_per_s"]["median"] for row in jobs], width=0.36, label=name)
-        axes.set_xticks([place + 0.19 for place in range(len(jobs))], [row["about"] for row in jobs], fontsize=8)
+        bars(axes, [row["about"] for row in jobs],
+             {name: [row[f"{name}_per_s"] for row in jobs] for name in ("one", "four")})  # fmt: skip
         axes.set_ylabel("jobs/s")
-        axes.legend(fontsize=8)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import numpy as np
 from command import main
 from common import HERE, Json, note, server_machine, spread
 from redis import Redis
-from report import Report, columns, figure
+from report import Report, bars, columns, figure, lines
 
 from stoker import Producer
 from stoker_shared.wire import LAST_KEY
@@ -252,13 +252,13 @@ def run(folder: Path, *, quick: bool) -> Json:
     with EmbeddedServer(folder / "server", has_password=False) as server, Redis.from_url(server.url) as connection:
         machine, cost = server_machine(connection), costs(server.url, members, times=times)
     simulated = json.loads(RESULTS.read_text(encoding="utf-8"))
-    fleets, patient = ([with_load(fleet, cost) for fleet in simulated[kind]] for kind in ("fleets", "patience"))
+    fleets = [with_load(fleet, cost) for fleet in simulated["fleets"]]
     is_same = simulated["verdict"]["the_same_seed_gives_the_same_run"]
     together = [fleet for fleet in fleets if fleet["groups"] == 1 and fleet["workers"] > 1]
     like = [fleet for fleet in together if not fleet["deaths_per_min"]][-1]
     one_queue = [computed(like, cost, n) for n in ONE_QUEUE]
     return {
-        "machine": machine, "verdict": verdict(fleets, is_same=is_same), "fleets": fleets, "patience": patient,
+        "machine": machine, "verdict": verdict(fleets, is_same=is_same), "fleets": fleets,
         "one_server": {"cost": cost, "computed_like": like["name"], "one_queue": one_queue,
                        "ends_at_workers": end_of_one_server(like, cost, most=10_000)},
     }  # fmt: skip
@@ -283,40 +283,7 @@ def render(content: Json, results: Path) -> Report:
         f"{server['ends_at_workers']} workers of one queue"
     )
     return Report("scale out", number, {
-        "summary": summary, "fleets": _fleets(fleets),
-        "waits": _waits(fleets), "patience": _patience(content["patience"]), "sent": _sent(fleets),
-        "cost": _cost(cost), "one queue": _one_queue(server),
-    })  # fmt: skip
-
-
-def _fleets(fleets: list[Json]) -> str:
-    return columns([{**fleet, "moves": sum(fleet["moves_per_1000_jobs"].values())} for fleet in fleets], {
-        "": "{name}", "agents": "{agents:,}", "groups simulated": "{simulated} of {groups}", "minutes": "{minutes:g}",
-        "jobs": "{jobs:,}",
-        "jobs/s": "{jobs_per_s:.4g}", "asked for": "{asked_per_s:.4g}",
-        "hit share": "{hit_share:.1%}", "at best": "{best_hit_share:.1%}",
-        "from the shared store": "{fetched_share:.1%}", "moves per 1,000 jobs": "{moves:.1f}",
-        "of these from the living": "{moves_per_1000_jobs[living]:.1f}",
-    })  # fmt: skip
-
-
-def _waits(fleets: list[Json]) -> str:
-    return columns(fleets, {
-        "": "{name}", "median, s": "{wait_s[p50]:.2f}", "p95": "{wait_s[p95]:.2f}", "p99": "{wait_s[p99]:.1f}",
-        "longest": "{wait_s[max]:.0f}", "over 10 s": "{over_10_s:.1%}",
-        "first token, median": "{first_token_s[p50]:.1f}", "its p99": "{first_token_s[p99]:.0f}",
-        "deaths": "{deaths}", "jobs lost with them": "{lost_with_a_worker}",
-        "waiting at the end": "{waiting_at_end}", "of these lost before": "{quarantined_at_end}",
-    })  # fmt: skip
-
-
-def _patience(fleets: list[Json]) -> str:
-    return columns([{**fleet, "moves": sum(fleet["moves_per_1000_jobs"].values())} for fleet in fleets], {
-        "`--patience-s` of 10 workers": "{name}", "jobs/s": "{jobs_per_s:.3g}", "hit share": "{hit_share:.1%}",
-        "from the shared store": "{fetched_share:.1%}", "moves per 1,000 jobs": "{moves:.0f}",
-        "wait: mean": "{wait_s[mean]:.2f}", "median, s": "{wait_s[p50]:.2f}", "p95": "{wait_s[p95]:.1f}",
-        "p99": "{wait_s[p99]:.0f}", "first token, median": "{first_token_s[p50]:.1f}",
-        "its p95": "{first_token_s[p95]:.0f}", "its p99": "{first_token_s[p99]:.0f}",
+        "summary": summary, "sent": _sent(fleets), "cost": _cost(cost), "one queue": _one_queue(server),
     })  # fmt: skip
 
 
@@ -365,24 +332,18 @@ def plan(content: Json) -> str:
 def plot(content: Json, results: Path) -> None:
     fleets, queue = content["fleets"], content["one_server"]["one_queue"]
     title = "hit share and waits of fleets; one server for one queue"
-    with figure(content, results, "scale_out", (15, 4.2), panels=(1, 3), title=title) as (hits, waits, share):
-        places = range(len(fleets))
+    with figure(content, results, "scale_out", (15, 5), panels=(1, 3), title=title) as (hits, waits, share):
         names = [fleet["name"] for fleet in fleets]
-        _bars(hits, places, {"from caches": [fleet["hit_share"] for fleet in fleets],
-                             "at best": [fleet["best_hit_share"] for fleet in fleets]})  # fmt: skip
-        _bars(waits, places, {part: [max(fleet["wait_s"][part], 0.001) for fleet in fleets] for part in ("p50", "p99")})
-        hits.set(yticks=places, yticklabels=names, xlabel="share of prompt tokens")
-        waits.set(yticks=places, yticklabels=[], xscale="log", xlabel="wait, s")
-        share.plot([one["workers"] for one in queue], [one["share"] for one in queue], marker="o")
+        shares = {"from caches": "hit_share", "at best": "best_hit_share"}
+        bars(hits, names, {name: [fleet[key] for fleet in fleets] for name, key in shares.items()})
+        bars(waits, names, {part: [max(fleet["wait_s"][part], 0.001) for fleet in fleets] for part in ("p50", "p99")})
+        for axes in (hits, waits):
+            axes.tick_params(axis="x", labelrotation=90)
+        hits.set_ylabel("share of prompt tokens")
+        waits.set(yscale="log", ylabel="wait, s")
+        lines(share, [one["workers"] for one in queue], {"": [one["share"] for one in queue]})
         share.axhline(MOST_SHARE, ls="--", lw=0.8)
         share.set(xscale="log", yscale="log", xlabel="workers of one queue", ylabel="cores of the server (computed)")
-
-
-def _bars(axes: Any, places: range, found: dict[str, list[float]]) -> None:
-    for number, (name, values) in enumerate(found.items()):
-        axes.barh([place + 0.38 * number for place in places], values, height=0.36, label=name)
-    axes.invert_yaxis()
-    axes.legend(fontsize=7)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from command import main
 from common import Json, machine, note, rss_mib
 from peer_servers import STOKER, Answer, Job, Servers, rotated
 from random_models import RandomModel, random_ids, write_model
-from report import Report, columns, figure
+from report import Report, bars, columns, figure
 from smollm2 import smollm2
 from synthetic_cache import save_turn
 from works import work
@@ -267,14 +267,11 @@ def render(content: Json, results: Path) -> Report:
 
 
 def plot(content: Json, results: Path) -> None:
+    cells = content["cells"]
     with figure(content, results, "checkpoints", (10, 4)) as axes:
-        cases = list(dict.fromkeys(cell["case"] for cell in content["cells"]))
-        for number, kind in enumerate(KINDS):
-            shares = [c["prefilled"] / c["tokens"] for c in content["cells"] if c["model"] == kind]
-            axes.bar([place + 0.25 * number for place in range(len(cases))], shares, 0.25, label=kind)
-        axes.set_xticks([place + 0.25 for place in range(len(cases))], cases, fontsize=6)
+        shares = {kind: [one["prefilled"] / one["tokens"] for one in cells if one["model"] == kind] for kind in KINDS}
+        bars(axes, list(dict.fromkeys(cell["case"] for cell in cells)), shares)
         axes.set(title="share of the prompts' tokens that is prefilled")
-        axes.legend(fontsize=8)
 
 
 if __name__ == "__main__":

@@ -209,7 +209,8 @@ def figure(
     content: Json, results: Path, name: str, size: tuple[float, float], *, panels: tuple[int, int] = (1, 1),
     title: str | None = None, **options: Any,
 ) -> Iterator[Any]:  # fmt: skip
-    """The axes of a plot (an array of them for several panels), which is saved as `exp_NNN_NAME.png` afterwards.
+    """The axes of a plot (an array of them for several panels), which is saved as `exp_NNN_NAME.png` afterwards, with
+    a legend where there are several names.
 
     Args:
         size: width and height in inches.
@@ -224,6 +225,9 @@ def figure(
 
     drawn, axes = plt.subplots(*panels, figsize=size, **options)
     yield axes
+    for one in drawn.axes:
+        if len(one.get_legend_handles_labels()[1]) > 1:
+            one.legend(fontsize=8)
     facts = content["machine"]
     said = title or f"{facts.get('device', facts['cpu'])}" + (f": {facts['model']}" if "model" in facts else "")
     drawn.suptitle(f"{content['experiment']}: {said}" if title else f"{content['experiment']} on {said}")
@@ -232,16 +236,30 @@ def figure(
     plt.close(drawn)
 
 
-def bars(axes: Any, found: Mapping[str, Json], **options: Any) -> None:
-    """A bar for each `spread`: its median, with least and most."""
-    medians = [one["median"] for one in found.values()]
-    ends = [[abs(one[end] - one["median"]) for one in found.values()] for end in ("min", "max")]
-    axes.bar(range(len(found)), medians, yerr=ends, capsize=4, **options)
-    axes.set_xticks(range(len(found)), [fill(name, 14) for name in found])
+def bars(axes: Any, groups: Sequence[str], found: Mapping[str, Sequence[float | Json]]) -> None:
+    """In each group a bar for each name: a value, or a `spread` with its least and most."""
+    width = 0.8 / len(found)
+    for number, (name, values) in enumerate(found.items()):
+        middle, *ends = _medians_and_ends(values)
+        error = [[abs(b - a) for a, b in zip(middle, end, strict=True)] for end in ends] or None
+        places = [place + width * number for place in range(len(groups))]
+        axes.bar(places, middle, 0.95 * width, yerr=error, capsize=3, label=name)
+    at = [place + width * (len(found) - 1) / 2 for place in range(len(groups))]
+    axes.set_xticks(at, [fill(name, 16) for name in groups], fontsize=8)
 
 
-def band(axes: Any, places: Sequence[float], found: Sequence[Json], scale: float = 1.0, **options: Any) -> None:
-    """A line through the medians of `spread`s, and the area from least to most."""
-    low, middle, high = ([one[part] * scale for one in found] for part in ("min", "median", "max"))
-    (line,) = axes.plot(places, middle, marker="o", **options)
-    axes.fill_between(places, low, high, alpha=0.2, color=line.get_color())
+def lines(axes: Any, places: Sequence[float], found: Mapping[str, Sequence[float | Json]], **options: Any) -> None:
+    """A line for each name: through values, or through the medians of `spread`s, with the area from least to most."""
+    for name, values in found.items():
+        middle, *ends = _medians_and_ends(values)
+        (line,) = axes.plot(places, middle, **{"marker": "o", **options}, label=name)
+        if ends:
+            axes.fill_between(places, *ends, alpha=0.2, color=line.get_color())
+
+
+def _medians_and_ends(values: Sequence[float | Json]) -> list[list[float]]:
+    """The values; or medians, least and most values of `spread`s."""
+    spreads = [one for one in values if isinstance(one, dict)]
+    if not spreads:
+        return [list(values)]
+    return [[one[part] for one in spreads] for part in ("median", "min", "max")]

@@ -1,59 +1,44 @@
-"""The restores of EXP-006: beside copies of the same bytes, taken apart, in other layouts, of five agents at once, and
-with a real model, as round trips through the engine and as whole answers with and without a restored cache.
-
-A turn follows a job's way through the worker (`bench.py`); no token ends it early.
-"""
+"""The restores of EXP-006: beside copies of the same bytes, of five agents at once, and with a real model, as round
+trips through the engine and as whole answers with and without a restored cache. No token ends an answer early."""
 
 import mmap
 import resource
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from contextlib import closing
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 from bench import Bench, Prepared
-from common import Json, in_turn, note, percentiles, ratios, spread, timed
+from common import Json, in_turn, note, percentiles, spread, timed
 from prompts import text_of
 from stopwatch import Stopwatch
-from synthetic_cache import Contents, SavedAgent, as_numpy, same, saved_agent, smollm2_layers
-from xxhash import xxh3_128
+from synthetic_cache import SavedAgent, same, smollm2_layers
+from timed_turns import COLD, DISK, Turns
 
-from stoker_worker.memory import blocks, lookup, store
-from stoker_worker.memory.blocks import BlockChain, CachePiece, read_metadata
+from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.memory.lookup import n_readers
 from stoker_worker.memory.ram_cache import RamCacheEntry
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import Array, CompletedGeneration, LayerKV, SequenceCache
-from stoker_worker.ports.cache_spec import BLOCK_TOKENS, LayerKind, LayerSpec, ModelCacheSpec
+from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 
 # --- a restore of some blocks and layers, beside copies of the same bytes, in turn ---
 # Owns the copies that a restore is compared with, and the way through mlx-lm's batch.
 
 
-@dataclass(frozen=True)
-class Limits:
-    """How often one cell is measured.
-
-    Attributes:
-        others_every: in every such round the other ways are taken too: a fresh copy, extract, round trip; 0: never.
-    """
-
-    rounds: int
-    warm_up: int
-    others_every: int = 1
-
-
-def measured(saved: SavedAgent, n_tokens: int, limits: Limits) -> Json:
+def measured(saved: SavedAgent, n_tokens: int, rounds: int, *, warm_up: int, others_every: int = 1) -> Json:
     """Restores of the first `n_tokens` tokens, and what is beside them.
+
+    Args:
+        others_every: in every such round the other ways are taken too: a fresh copy, extract, round trip; 0: never.
 
     Returns:
         Milliseconds as `percentiles`. `of_floor` and `copies` are the time of a restore over that of a copy in the same
@@ -63,22 +48,22 @@ def measured(saved: SavedAgent, n_tokens: int, limits: Limits) -> Json:
     copies = Copies(saved.contents.memory[:n_bytes])
     exact = saved.is_whole(saved.caches(saved.restore(n_tokens)), n_tokens)
     others: dict[str, Callable[[], Any]] = {}
-    if limits.others_every:
+    if others_every:
         ways = BatchWays(saved, n_tokens)
         exact = exact and ways.are_exact()
         others = {"fresh_copy": copies.fresh, "extract": ways.extract, "round_trip": ways.round_trip}
     samples: dict[str, list[float]] = {}
-    for done in range(-limits.warm_up, limits.rounds):
+    for done in range(-warm_up, rounds):
         into = samples if done >= 0 else {}
         restored_ms = _one_restore(saved, n_tokens, into)
         in_use = [timed(copy) for copy in (copies.in_use, copies.by_all)]
         _add(into, {"used_copy_ms": in_use[0], "threads_copy_ms": in_use[1], "of_floor": restored_ms / min(in_use)})
-        if others and done % limits.others_every == 0:
+        if others and done % others_every == 0:
             took = {name: timed(action) for name, action in others.items()}
             _add(into, {**{f"{name}_ms": ms for name, ms in took.items()}, "copies": restored_ms / took["fresh_copy"]})
     copies.close()
-    cell: Json = {"blocks": n_tokens // 256, "layers": len(saved.model.spec.layers), "tokens": n_tokens}
-    cell |= {"bytes": n_bytes, "exact": exact, "warm_up": limits.warm_up}
+    cell: Json = {"blocks": n_tokens // BLOCK_TOKENS, "layers": len(saved.model.spec.layers), "bytes": n_bytes,
+                  "exact": exact}  # fmt: skip
     for name, values in samples.items():
         cell[name] = percentiles(values) if name.endswith("_ms") else spread(values)
     return cell
@@ -212,278 +197,9 @@ def page_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-# --- where does the time of one restore go? The product's own functions, each with a stopwatch ---
-# The stages are timed in a restore by one thread, where their times add up. A restore by all threads, and one by one
-# thread without stopwatches, take turns with it.
-
-ROOM, READ, CHECKSUM = "make room in MLX", "read from the page cache into place", "checksum"
-
-
-class _TimedDigest:
-    def __init__(self, watch: Stopwatch, make: Callable[[bytes], Any], header: bytes) -> None:
-        digest = make(header)
-        self.update, self.hexdigest = watch.timing(CHECKSUM, digest.update), digest.hexdigest
-
-
-def taken_apart(folder: Path, *, blocks: int, rounds: int) -> Json:
-    """Medians of `rounds` restores of SmolLM2's 30 layers. Shares are of the timed restore."""
-    n_tokens, samples = blocks * BLOCK_TOKENS, []
-    with saved_agent(folder / "profile", smollm2_layers(30), n_tokens) as saved:
-        note(f"taking {rounds} restores apart")
-        for _ in range(rounds + 1):  # the first is a warm-up
-            samples.append(_by_all_threads(saved, n_tokens) | _by_one_thread(saved, n_tokens))
-    kept = samples[1:]
-    parts = {name: spread([one[name] for one in kept]) for name in kept[0]}
-    stages = [name for name in parts if not name.startswith("total")]
-    whole, mb = sum(parts[name]["median"] for name in stages), n_tokens * saved.model.spec.bytes_per_token / 1e6
-    rows = [{"stage": name, "ms": parts[name], "share": round(parts[name]["median"] / whole, 3)} for name in stages]
-    return {
-        "blocks": blocks,
-        "layers": 30,
-        "mb": round(mb, 1),
-        "stages": sorted(rows, key=lambda row: -row["share"]),
-        "totals_ms": {name.removeprefix("total, "): one for name, one in parts.items() if name not in stages},
-        "gb_s": {name: round(mb / parts[name]["median"], 2) for name in (READ, CHECKSUM, ROOM)},
-    }
-
-
-def _by_all_threads(saved: SavedAgent, n_tokens: int) -> dict[str, float]:
-    """Milliseconds, and those of the processor: its cores' together."""
-    before, begin = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-    made = saved.caches(saved.restore(n_tokens))
-    took, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF)
-    del made
-    in_system, in_program = after.ru_stime - before.ru_stime, after.ru_utime - before.ru_utime
-    names = ("total, all threads", "total, processor in the system", "total, processor in the program")
-    return {name: 1000 * seconds for name, seconds in zip(names, (took, in_system, in_program), strict=True)}
-
-
-def _by_one_thread(saved: SavedAgent, n_tokens: int) -> dict[str, float]:
-    watch = Stopwatch()
-    with patch.object(store, "n_readers", lambda _: 1):
-        begin = time.perf_counter()
-        made = saved.caches(saved.restore(n_tokens))
-        plain = time.perf_counter() - begin
-        del made
-        with _stopwatches(watch):
-            model = replace(saved.model, room_type=watch.timing(ROOM, saved.model.room_type))
-            timed = replace(saved, model=model)
-            prefix = watch.timing("find the agent and its blocks", timed.restore)(n_tokens)
-            watch.timing("hand over to the engine", timed.caches)(prefix)
-    found = {"total, one thread": plain, "total, one thread with stopwatches": sum(watch.seconds.values())}
-    return {name: 1000 * seconds for name, seconds in (found | watch.seconds).items()}
-
-
-def _stopwatches(watch: Stopwatch) -> ExitStack:
-    """The product's functions timed until the stack is closed."""
-    with ExitStack() as patched:
-        header = blocks.CachePiece.__dict__["header"]
-        digest = partial(_TimedDigest, watch, blocks.xxh3_128)
-        slicing = "choose the places of a file's parts"
-        for owner, name, replacement in (
-            (header, "func", watch.timing("write the header to expect", header.func)),
-            (lookup._Target, "load", watch.timing(slicing, lookup._Target.load)),
-            (blocks, "fill", watch.timing(READ, blocks.fill)),
-            (blocks, "xxh3_128", digest),
-            (blocks, "open", watch.timing("open the file", open)),
-        ):
-            patched.enter_context(patch.object(owner, name, replacement, create=name == "open"))
-        return patched.pop_all()
-
-
-# --- other layouts of a cache, and other ways to gather its blocks, beside the product's, in turn ---
-# A layout only changes the order of a token's heads and elements in the files and in memory. So each is a cache
-# specification of its own over the same bytes, and the product's own code saves and restores it. A gather reads each
-# block into memory of its own with MLX's reader, verifies it, and joins the blocks in MLX.
-
-LAYERS, HEADS, DIM = 30, 3, 64
-PRODUCT = "as the product does it"
-Pairs = list[tuple[Any, Any]]
-"""Keys and values of each layer; in MLX (1, heads, tokens and room for more, dim)."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """
-    Attributes:
-        spec: the layers, heads and dims that the files then have.
-        merged: makes the arrays to save from those of the product's layout.
-        split: makes each layer's keys and values from the restored arrays.
-    """
-
-    spec: ModelCacheSpec
-    merged: Callable[[tuple[LayerKV, ...]], Pairs]
-    split: Callable[[Pairs], Pairs]
-
-
-def _spec(n_layers: int, heads: int, dim: int = DIM) -> ModelCacheSpec:
-    return ModelCacheSpec((LayerSpec(LayerKind.FULL, heads, dim, dim),) * n_layers, "float32")
-
-
-def _paired(arrays: Iterable[Any]) -> Pairs:
-    one_by_one = iter(arrays)
-    return list(zip(one_by_one, one_by_one, strict=True))
-
-
-def _tokens_first(array: Any) -> Any:
-    """(heads, tokens, dim) as (1, tokens, heads * dim)."""
-    return np.ascontiguousarray(array.transpose(1, 0, 2)).reshape(1, array.shape[1], -1)
-
-
-def _heads_first(array: Any) -> Any:
-    """The opposite in MLX, as a view."""
-    return array.reshape(1, array.shape[2], HEADS, DIM).transpose(0, 2, 1, 3)
-
-
-LAYOUTS = {
-    "K and V of a layer in one array": Layout(  # of two layers, because the product's files hold pairs of arrays
-        _spec(LAYERS // 2, 2 * HEADS),
-        lambda layers: _paired(np.concatenate(pair) for pair in layers),
-        lambda pairs: [(one[:, :HEADS], one[:, HEADS:]) for one in chain.from_iterable(pairs)],
-    ),
-    "all layers in one array for K and one for V": Layout(
-        _spec(1, LAYERS * HEADS),
-        lambda layers: _paired(np.concatenate(side) for side in zip(*layers, strict=True)),
-        lambda pairs: _paired(side[:, at : at + HEADS] for at in range(0, LAYERS * HEADS, HEADS) for side in pairs[0]),
-    ),
-    "token by token (token-major)": Layout(
-        _spec(LAYERS, 1, HEADS * DIM),
-        lambda layers: _paired(map(_tokens_first, chain.from_iterable(layers))),
-        lambda pairs: _paired(map(_heads_first, chain.from_iterable(pairs))),
-    ),
-}
-
-
-class Gather:
-    """Blocks in memory of their own, joined with room for one more block, as the product's arrays have."""
-
-    def __init__(self, saved: SavedAgent, *, compiled: bool = False) -> None:
-        import mlx.core as mx
-
-        chain_of = BlockChain(saved.model.fingerprint, None, saved.ids)
-        found = [(chain_of.parent(n), chain_of.block(n)) for n in range(chain_of.n_blocks)]
-        self._pieces = [CachePiece("block", chain_of.model, saved.model.spec, *one) for one in found]
-        self._paths = chain_of.paths(saved.store.parts.blocks.path_of)
-        self._threads = ThreadPoolExecutor(n_readers(False))
-        layer = saved.model.spec.layers[0]
-        self._room = mx.zeros((layer.n_kv_heads, BLOCK_TOKENS, layer.key_dim))
-        self._joined = mx.compile(self._concatenated) if compiled else self._concatenated
-
-    def pairs(self) -> Pairs:
-        return _paired(array[None] for array in self._joined(self._blocks()))
-
-    def _concatenated(self, blocks: list[list[Any]]) -> list[Any]:
-        import mlx.core as mx
-
-        return [mx.concatenate([*parts, self._room], axis=1) for parts in zip(*blocks, strict=True)]
-
-    def _blocks(self) -> list[list[Any]]:
-        """Keys and values of all layers, by block; evaluated and verified."""
-        import mlx.core as mx
-
-        found = [mx.load(str(path), format="safetensors") for path in self._paths]
-        blocks = [
-            [tensors[tensor.name] for tensor in piece.layout.tensors]
-            for piece, tensors in zip(self._pieces, found, strict=True)
-        ]
-        mx.eval(blocks)
-        list(self._threads.map(self._verify, self._pieces, self._paths, blocks))
-        return blocks
-
-    def _verify(self, piece: CachePiece, path: Path, block: list[Any]) -> None:
-        digest = xxh3_128(piece.header)
-        for array in block:
-            digest.update(np.asarray(array))
-        with open(path, "rb", buffering=0) as file:
-            if read_metadata(file)["checksum"] != digest.hexdigest():
-                raise RuntimeError("corrupt or foreign")
-
-
-def against_other_ways(folder: Path, *, blocks: int, rounds: int) -> Json:
-    """Each way in turn: from files in the page cache to arrays that have taken one more token.
-
-    A way whose arrays are parts of a larger one pays for it with that token: MLX updates no array in place that
-    another one shares.
-    """
-    n_tokens = blocks * BLOCK_TOKENS
-    exact = {}
-    with ExitStack() as opened:
-        saved = opened.enter_context(saved_agent(folder / "product", smollm2_layers(LAYERS), n_tokens))
-        ways: dict[str, Callable[[], Pairs]] = {
-            PRODUCT: partial(_restored, saved),
-            "with a pause before each array": partial(_with_each_pause, saved),
-            "`mx.concatenate` for each layer": Gather(saved).pairs,
-            "the same under `mx.compile`": Gather(saved, compiled=True).pairs,
-        }
-        for name, layout in LAYOUTS.items():
-            contents = Contents(saved.contents.memory, tuple(layout.merged(saved.contents.layers)), ())
-            other = opened.enter_context(saved_agent(folder / name, layout.spec, n_tokens, contents))
-            ways[name] = partial(_split, layout, partial(_restored, other))
-            if len(layout.spec.layers) == 1:
-                ways["one `mx.concatenate` of all layers"] = partial(_split, layout, Gather(other).pairs)
-        samples: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-        note(f"{len(ways)} ways of restoring {blocks} blocks")
-        for number, name in in_turn(list(ways), rounds, warm_up=1):
-            took, pairs = _until_a_token_more(ways[name], n_tokens)
-            if number >= 0:
-                samples[name].append(took)
-            else:
-                got = [tuple(as_numpy(side)[0] for side in pair) for pair in pairs]
-                exact[name] = same(got, saved.contents.layers, n_tokens)
-            del pairs
-    base = [sum(took) for took in samples[PRODUCT]]
-    rows = [
-        {"name": name, "exact": exact[name], "restore_ms": spread([took[0] for took in found]),
-         "token_ms": spread([took[1] for took in found]),
-         "gain": ratios(base, [sum(took) for took in found])}
-        for name, found in samples.items()
-    ]  # fmt: skip
-    mb = round(n_tokens * saved.model.spec.bytes_per_token / 1e6, 1)
-    return {"blocks": blocks, "layers": LAYERS, "mb": mb, "rows": rows}
-
-
-def _split(layout: Layout, pairs: Callable[[], Pairs]) -> Pairs:
-    return layout.split(pairs())
-
-
-def _restored(saved: SavedAgent) -> Pairs:
-    return [(cache.keys, cache.values) for cache in saved.caches(saved.restore(len(saved.ids)))]
-
-
-def _with_each_pause(saved: SavedAgent) -> Pairs:
-    """As the product did until it was compared here."""
-    from stoker_worker.engine import transfer
-
-    with patch.object(transfer, "_PAUSE_BYTES", 0):
-        return _restored(saved)
-
-
-def _until_a_token_more(way: Callable[[], Pairs], n_tokens: int) -> tuple[tuple[float, float], Pairs]:
-    """Milliseconds of the restore, evaluated, and of the next token's place in it; and the arrays."""
-    import mlx.core as mx
-    from mlx_lm.models.cache import KVCache
-
-    begin = time.perf_counter()
-    pairs = way()
-    mx.eval(pairs)
-    restored = time.perf_counter()
-    caches = []
-    token = mx.zeros((1, HEADS, 1, DIM))
-    for _ in range(len(pairs)):
-        cache = KVCache()
-        cache.keys, cache.values = pairs.pop(0)
-        cache.offset = n_tokens
-        cache.update_and_fetch(token, token)
-        caches.append(cache)
-    mx.eval([(cache.keys, cache.values) for cache in caches])
-    end = time.perf_counter()
-    took = (1000 * (restored - begin), 1000 * (end - restored))
-    return took, [(cache.keys, cache.values) for cache in caches]
-
-
 # --- the restores of five agents, beside each other and in turn, and what they do for five turns at once ---
 
-AGENTS = 5
+AGENTS, ANSWER_TOKENS = 5, 16
 
 
 def five_restores(folder: Path, *, blocks: int, rounds: int) -> Json:
@@ -577,51 +293,16 @@ def _turns(
     return {"restored_s": restored - begin, "first_s": max(first.values()) - begin, "total_s": end - begin, "ids": ids}
 
 
-ANSWER_TOKENS = 16
+def _furthest(got: Sequence[LayerKV], wanted: Sequence[LayerKV], start: int) -> float:
+    """The largest difference of two caches from token `start` on."""
+    pairs = (sides for layers in zip(got, wanted, strict=True) for sides in zip(*layers, strict=True))
+    return max(float(np.abs(left[:, start:] - right[:, start:]).max()) for left, right in pairs)
 
 
-@dataclass(frozen=True)
-class Answered:
-    """A turn and its seconds since the prompt came: until it was restored, until the first token, until the last."""
-
-    turn: Prepared
-    completion: CompletedGeneration
-    restored_s: float
-    first_s: float
-    total_s: float
+# --- one agent's turns through the engine ---
 
 
-@dataclass(frozen=True)
-class Serving:
-    """Turns of one agent, one at a time. They are not saved yet."""
-
-    bench: Bench
-    store: AgentCacheStore
-    engine: Any
-    text: str
-    max_tokens: int
-
-    def answer(self, cache: str) -> Answered:
-        """
-        Raises:
-            RuntimeError: the cache was to be read alone, and not all tokens but the last were restored.
-        """
-        begin = time.perf_counter()
-        fields = {"agent_id": "agent", "prompt": self.text, "max_tokens": self.max_tokens, "cache": cache}
-        turn = self.bench.prepare(self.store, fields)
-        restored = time.perf_counter()
-        uid, first, done = self.engine.submit(turn.work), 0.0, []
-        while not done:
-            done = self.engine.step()
-            if not first and (done or self.engine.progress()[uid].tokens):
-                first = time.perf_counter()
-        end = time.perf_counter()
-        if cache == "read" and turn.cached != len(turn.prompt.ids) - 1:
-            raise RuntimeError(f"{turn.cached} of {len(turn.prompt.ids)} tokens restored")
-        return Answered(turn, done[0], restored - begin, first - begin, end - begin)
-
-
-def round_trips(bench: Bench, folder: Path, *, blocks: int, rounds: int, tokens: int = 10) -> Json:
+def round_trips(turns: Turns, *, blocks: int, rounds: int, tokens: int = 10) -> Json:
     """Restore, generate, extract and save one agent's turn again and again, as the seed's third benchmark does.
 
     Each turn is the first one, made anew: the same prompt, of one token more than `blocks`.
@@ -629,75 +310,57 @@ def round_trips(bench: Bench, folder: Path, *, blocks: int, rounds: int, tokens:
     from stoker_worker.engine import batch_engine
 
     note(f"{rounds} round trips of {blocks} blocks with the model")
-    n_tokens = blocks * BLOCK_TOKENS
+    n_tokens, bench, store = blocks * BLOCK_TOKENS, turns.bench, turns.stores[DISK]
     text = text_of(bench.encode, "English", n_tokens + 1)
+    fields = {"agent_id": "round trips", "prompt": text, "max_tokens": tokens, "cache": "readwrite"}
     samples: dict[str, list[float]] = {name: [] for name in ("restore", "generate", "extract", "save", "whole")}
-    same_tokens = exact = same_new = True
-    furthest = 0.0
-    with closing(AgentCacheStore(folder)) as store, closing(bench.engine()) as engine:
-        serving = Serving(bench, store, engine, text, tokens)
-        first = serving.answer("readwrite")
-        bench.save(store, first.turn, first.completion)
-        cold = [tuple(np.array(side) for side in pair) for pair in first.completion.cache.layers]
-        alone = bench.uncached(first.turn.prompt.ids, tokens)
-        same_tokens = list(first.completion.generated_ids[: len(alone)]) == alone
-        for _ in range(rounds):
-            watch = Stopwatch()
-            timing = watch.timing("extract", batch_engine.cache_to_save)
-            with patch.object(batch_engine, "cache_to_save", timing):
-                one = serving.answer("readwrite")
-            if one.turn.cached != n_tokens:
-                raise RuntimeError(f"{one.turn.cached} of {n_tokens} tokens restored")
-            extract_s = watch.seconds["extract"]
-            save_s = bench.save(store, one.turn, one.completion)
-            generate_s = one.total_s - one.restored_s - extract_s
-            parts = (one.restored_s, generate_s, extract_s, save_s, one.total_s)
-            for name, seconds in zip(samples, parts, strict=True):
-                samples[name].append(1000 * seconds)
-            warm = one.completion.cache.layers
-            same_tokens = same_tokens and one.completion.generated_ids == first.completion.generated_ids
-            exact = exact and same(warm, cold, n_tokens)
-            same_new = same_new and same(warm, cold, one.completion.cache.n_tokens)
-            furthest = max(furthest, _furthest(warm, cold, n_tokens))
+    first = turns.answer(store, fields)
+    bench.save(store, first.prepared, first.completion)
+    cold = [tuple(np.array(side) for side in pair) for pair in first.completion.cache.layers]
+    alone = bench.uncached(first.prepared.prompt.ids, tokens)
+    same_tokens, exact, furthest = list(first.completion.generated_ids[: len(alone)]) == alone, True, 0.0
+    for _ in range(rounds):
+        watch = Stopwatch()
+        with patch.object(batch_engine, "cache_to_save", watch.timing("extract", batch_engine.cache_to_save)):
+            one = turns.answer(store, fields)
+        if one.prepared.cached != n_tokens:
+            raise RuntimeError(f"{one.prepared.cached} of {n_tokens} tokens restored")
+        extract_s, whole_s = watch.seconds["extract"], one.token_s[-1]
+        save_s = bench.save(store, one.prepared, one.completion)
+        parts = (one.restore_s, whole_s - one.restore_s - extract_s, extract_s, save_s, whole_s)
+        for name, seconds in zip(samples, parts, strict=True):
+            samples[name].append(1000 * seconds)
+        warm = one.completion.cache.layers
+        same_tokens = same_tokens and one.completion.generated_ids == first.completion.generated_ids
+        exact = exact and same(warm, cold, n_tokens)
+        furthest = max(furthest, _furthest(warm, cold, n_tokens))
     return {"blocks": blocks, "layers": len(cold), "answer_tokens": tokens,
             "ms": {name: percentiles(values) for name, values in samples.items()},
-            "same_tokens": same_tokens, "exact": exact, "answers_bytes_equal": same_new,
-            "largest_difference": furthest}  # fmt: skip
+            "same_tokens": same_tokens, "exact": exact, "largest_difference": furthest}  # fmt: skip
 
 
-def _furthest(got: Sequence[LayerKV], wanted: Sequence[LayerKV], start: int) -> float:
-    """The largest difference of two caches from token `start` on."""
-    pairs = (sides for layers in zip(got, wanted, strict=True) for sides in zip(*layers, strict=True))
-    return max(float(np.abs(left[:, start:] - right[:, start:]).max()) for left, right in pairs)
-
-
-def whole_answers(bench: Bench, folder: Path, lengths: Sequence[int], *, quick: bool) -> list[Json]:
+def whole_answers(turns: Turns, lengths: Sequence[int], *, quick: bool) -> list[Json]:
     """A prompt's first token and its whole answer, cold and from its restored cache; the longest run cold once."""
     rows = []
-    tokens = 3 if quick else ANSWER_TOKENS
-    with closing(bench.engine()) as engine:
-        for n in lengths:
-            note(f"{n} tokens with and without cache")
-            text = text_of(bench.encode, "English", n)
-            with closing(AgentCacheStore(folder / f"{n}")) as store:
-                serving = Serving(bench, store, engine, text, tokens)
-                if n == lengths[0]:
-                    serving.answer("off")  # a warm-up
-                cold = [serving.answer("readwrite")]
-                bench.save(store, cold[0].turn, cold[0].completion)
-                warm = []
-                for repetition in range(1 if quick else 3):
-                    warm.append(serving.answer("read"))
-                    if repetition < 2 and n <= 1024:
-                        cold.append(serving.answer("off"))
-            row: Json = {"tokens": n, "answer_tokens": tokens}
-            row["mb"] = round((n - 1) * bench.model.spec.bytes_per_token / 1e6, 1)
-            for name, ones in (("cold", cold), ("warm", warm)):
-                row[f"{name}_s"] = spread([one.first_s for one in ones])
-                row[f"{name}_total_s"] = spread([one.total_s for one in ones])
-            row["store_ms"] = spread([1000 * one.restored_s for one in warm])
-            row["speedup"] = round(row["cold_s"]["median"] / row["warm_s"]["median"], 1)
-            row["total_speedup"] = round(row["cold_total_s"]["median"] / row["warm_total_s"]["median"], 1)
-            row["same_tokens"] = len({one.completion.generated_ids for one in (*cold, *warm)}) == 1
-            rows.append(row)
+    bench, tokens = turns.bench, 3 if quick else ANSWER_TOKENS
+    for n in lengths:
+        note(f"{n} tokens with and without cache")
+        fields = {"agent_id": f"{n}", "prompt": text_of(bench.encode, "English", n), "max_tokens": tokens}
+        if n == lengths[0]:
+            turns.run(COLD, fields)  # a warm-up
+        cold, warm = [turns.remember(fields)], []
+        for repetition in range(1 if quick else 3):
+            warm.append(turns.run(DISK, fields))
+            if repetition < 2 and n <= 1024:
+                cold.append(turns.run(COLD, fields))
+        row: Json = {"tokens": n, "answer_tokens": tokens}
+        row["mb"] = round((n - 1) * bench.model.spec.bytes_per_token / 1e6, 1)
+        for name, ones in (("cold", cold), ("warm", warm)):
+            row[f"{name}_s"] = spread([one.token_s[0] for one in ones])
+            row[f"{name}_total_s"] = spread([one.token_s[-1] for one in ones])
+        row["store_ms"] = spread([1000 * one.restore_s for one in warm])
+        row["speedup"] = round(row["cold_s"]["median"] / row["warm_s"]["median"], 1)
+        row["total_speedup"] = round(row["cold_total_s"]["median"] / row["warm_total_s"]["median"], 1)
+        row["same_tokens"] = len({one.completion.generated_ids for one in (*cold, *warm)}) == 1
+        rows.append(row)
     return rows

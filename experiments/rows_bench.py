@@ -61,8 +61,7 @@ class Watch(Protocol):
     """Measures a run from the inside."""
 
     def model(self, model: Any) -> Any: ...
-    def sampler(self) -> Any: ...
-    def during(self, network: Any) -> AbstractContextManager[Any]: ...
+    def during(self) -> AbstractContextManager[Any]: ...
 
 
 class MlxLm:
@@ -75,7 +74,6 @@ class MlxLm:
 
         self._generator = BatchGenerator(
             watch.model(bench.network) if watch else bench.network,
-            sampler=watch.sampler() if watch else None,
             completion_batch_size=load.places,
             prefill_batch_size=min(MLX_PREFILL_ROWS, load.places),  # or it would have eight places
             prefill_step_size=MLX_PREFILL_TOKENS,
@@ -173,7 +171,7 @@ def run_once(bench: Bench, contexts: "Contexts", load: Load, contestant: Contest
     memory, n_left = [], sum(job.max_tokens for job in load.jobs)
     begin = time.perf_counter()
     running = contestant(bench, load, caches, watch)
-    with watch.during(bench.network) if watch else nullcontext():
+    with watch.during() if watch else nullcontext():
         while n_left:
             for index, token in running.next():
                 tokens[index].append(token)

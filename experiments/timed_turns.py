@@ -1,4 +1,4 @@
-"""Turns that are restored and run as in a worker, and timed token by token: for EXP-007 and EXP-008. No results.
+"""Turns that are restored and run as in a worker, and timed token by token: for EXP-006 to EXP-008. No results.
 
 A turn goes through the product's `build_prompt`, through `AgentCacheStore.restore`, which reads into the arrays that
 the model goes on in, and through the engine as a worker puts it together. MLX is imported after the BLAS library is
@@ -53,7 +53,7 @@ class Turns:
 
     def remember(self, fields: Mapping[str, Any]) -> TimedTurn:
         """A new agent's first turn, whose cache is saved in both stores."""
-        turn = self._run(self.stores[DISK], {**fields, "cache": "readwrite"})
+        turn = self.answer(self.stores[DISK], {**fields, "cache": "readwrite"})
         for store in self.stores.values():
             agent = store.open_agent(turn.prepared.request.agent_id)
             self.bench.save(store, replace(turn.prepared, agent=agent), turn.completion)
@@ -68,7 +68,7 @@ class Turns:
         store = self.stores.get(source, self.stores[DISK])
         if source == RAM:
             self._read_ahead(fields["agent_id"])
-        turn = self._run(store, {**fields, "cache": "off" if source == COLD else "readwrite"}, n_tokens)
+        turn = self.answer(store, {**fields, "cache": "off" if source == COLD else "readwrite"}, n_tokens)
         found, n_cached = turn.prepared.restored, turn.prepared.cached
         wanted = ("none", 0) if source == COLD else (source, len(turn.prepared.prompt.ids) - 1)
         if (found.source, n_cached) != wanted:
@@ -84,7 +84,8 @@ class Turns:
             time.sleep(0.01)
         store.read_ahead([])
 
-    def _run(self, store: AgentCacheStore, fields: Mapping[str, Any], n_tokens: int | None = None) -> TimedTurn:
+    def answer(self, store: AgentCacheStore, fields: Mapping[str, Any], n_tokens: int | None = None) -> TimedTurn:
+        """A turn that is not saved yet; `n_tokens` as for `run`."""
         import mlx.core as mx
 
         begin = time.perf_counter()
