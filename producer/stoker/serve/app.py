@@ -30,7 +30,6 @@ from stoker.serve.metrics import METRICS_PATH, Counted, metrics
 from stoker.serve.responses import CLIENT_IS_GONE, Json, failed, on_error
 from stoker.serve.settings import ServeSettings
 from stoker.serve.store import BatchStore, FileStore
-from stoker.serve.stored_responses import Background
 from stoker_shared.errors import RedisUnavailable, StokerError
 
 _BATCHES_PATH = "/v1/batches"
@@ -41,7 +40,7 @@ def build_app(redis_url: str, settings: ServeSettings) -> Starlette:
     """
     Raises:
         ValueError: not a Redis URL.
-        OSError: the batch store cannot be made.
+        OSError: the store cannot be made.
     """
     routes = [Route(url, generate, methods=["POST"]) for url in ENDPOINTS]
     routes += [
@@ -51,8 +50,7 @@ def build_app(redis_url: str, settings: ServeSettings) -> Starlette:
         *(Route(path, _healthz, methods=["GET"]) for path in HEALTH_PATHS),
         Route(METRICS_PATH, metrics, methods=["GET"]),
     ]
-    if settings.batch_store is not None:
-        routes += _store_routes()
+    routes += _store_routes()
     limits = {"max_body_bytes": settings.max_body_bytes, "max_file_bytes": settings.max_file_bytes}
     app = Starlette(
         routes=routes,
@@ -75,15 +73,9 @@ def build_app(redis_url: str, settings: ServeSettings) -> Starlette:
         lifespan=_lifespan,
     )
     app.state.backend = Backend(redis_url, settings)
-    app.state.runner = app.state.background = None
-    if settings.batch_store is not None:
-        app.state.files = FileStore(settings.batch_store)
-        app.state.batches = BatchStore(settings.batch_store)
-        stores = (app.state.batches, app.state.files)
-        responses = settings.response_store()
-        assert responses is not None
-        app.state.background = Background(app.state.backend, responses)
-        app.state.runner = BatchRunner(open_connection(redis_url), *stores, settings)
+    app.state.files = FileStore(settings.batch_store)
+    app.state.batches = BatchStore(settings.batch_store)
+    app.state.runner = BatchRunner(open_connection(redis_url), app.state.batches, app.state.files, settings)
     return app
 
 
@@ -100,27 +92,19 @@ def _store_routes() -> list[Route]:
         Route(f"{_BATCHES_PATH}/{{batch_id}}/cancel", batches.cancel, methods=["POST"]),
         Route(f"{_RESPONSES_PATH}/{{response_id}}", stored_responses.retrieve, methods=["GET"]),
         Route(f"{_RESPONSES_PATH}/{{response_id}}", stored_responses.delete, methods=["DELETE"]),
-        Route(f"{_RESPONSES_PATH}/{{response_id}}/cancel", stored_responses.cancel, methods=["POST"]),
-        Route(f"{_RESPONSES_PATH}/{{response_id}}/input_items", stored_responses.list_input, methods=["GET"]),
     ]
 
 
 @asynccontextmanager
 async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     asyncio.get_running_loop().set_exception_handler(LoopErrors())
-    runner: BatchRunner | None = app.state.runner
-    if runner is not None:
-        runner.start()
-    background: Background | None = app.state.background
-    if background is not None:
-        await background.start()
+    app.state.runner.start()
+    sweeping = asyncio.create_task(stored_responses.sweep_often(app.state.backend.store))
     try:
         yield
     finally:
-        if runner is not None:
-            runner.stop()
-        if background is not None:
-            await background.aclose()
+        app.state.runner.stop()
+        sweeping.cancel()
         await app.state.backend.aclose()
 
 

@@ -129,12 +129,3 @@ def test_an_echo_has_the_prompt_and_its_scores_before_the_answer(client, hand):
     assert (choice.logprobs.top_logprobs[0], choice.logprobs.text_offset) == (None, [0, 2, 5, 7])
     asked = hand.request(answer.id.removeprefix("cmpl-"))
     assert (asked["prompt_logprobs"], asked["return_prompt"]) == (1, True)
-
-
-def test_tokens_of_a_text_and_the_text_of_tokens(served, hand):
-    prompt = give(prompt={"text": "ab", "token_ids": [7, 8]})
-    assert httpx.post(f"{served.url}/tokenize", json={"prompt": prompt}).json()["tokens"] == [7, 8]
-    asked = hand.request(hand.all_jobs()[-1])
-    assert (asked["max_tokens"], asked["return_prompt"]) == (0, True)
-    refused = httpx.post(f"{served.url}/detokenize", json={"tokens": "x"})
-    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_value")
