@@ -269,23 +269,14 @@ def test_a_step_that_breaks_once_costs_no_sequence_a_token(name):
     ]
 
 
-def test_sequences_that_break_whenever_they_run_together_soon_run_one_at_a_time(caplog):
+def test_sequences_that_break_whenever_they_run_together_run_one_at_a_time_and_are_tried_together_ever_less_often():
     layout = Layout("llama", eos=False)
-    works = works_of(random.Random(14), *[(9, 30)] * 12)
+    works = works_of(random.Random(14), *[(9, 30)] * 40)
     plain = run(layout.engine(), works)
     layout.model = Fragile(layout.model, lambda tokens: tokens.shape[0] > 1)
-    engine = layout.engine(max_batch=8)
-    done = run(engine, works)
+    done = run(layout.engine(max_batch=8), works)
     assert [one.generated_ids for one in done] == [one.generated_ids for one in plain]
-    n_breaks = layout.model.breaks
-    assert n_breaks <= 8
-    assert "cannot batch this model" in caplog.text
-    layout.model.breaks = 0
-    for one in works[:8]:
-        engine.submit(one)
-    while engine.in_flight:
-        engine.step()
-    assert layout.model.breaks == 0  # not even after the longest run of quiet steps
+    assert layout.model.breaks <= 6
 
 
 def test_a_sequence_restarted_after_a_failed_step_reports_no_cached_tokens():

@@ -277,8 +277,9 @@ class BlockPoolBatchEngine(GenerationEnginePort):
     def _start_over(self, error: Exception) -> Iterator[CompletedGeneration]:
         """Rebuild the batch from token ids, with half as many sequences at a time, so that the cause is found."""
         sequences = self._scheduler.empty()
-        self._width.broke([sequence.uid for sequence in sequences])
-        _log.error("a step of %d sequences broke; starting over from their tokens", len(sequences), exc_info=error)
+        self._width.broke(len(sequences))
+        said = "a step of %d sequences broke; starting over from their tokens, %d at a time"
+        _log.error(said, len(sequences), self._width.now, exc_info=error)
         if not sequences:
             raise error
         self._generator.close()
@@ -287,7 +288,7 @@ class BlockPoolBatchEngine(GenerationEnginePort):
             sequence.restart()
             sequence.breaks += len(sequences) == 1
             if sequence.breaks >= _MOST_BREAKS:
-                self._width.blame(sequence.uid)
+                self._width.blame_one()
                 yield self._failed(sequence, error)
             else:
                 self._scheduler.waiting.add(sequence)

@@ -2,64 +2,46 @@
 Pure; engine thread.
 """
 
-import logging
 import math
-from collections import defaultdict
-from collections.abc import Collection
 from typing import Final
 
 _QUIET_STEPS: Final = 64
-"""After so many steps without a break, twice as many sequences may run together."""
-
-_MOST_BREAKS: Final = 2
-"""A width that breaks so often, without a sequence to blame, is not tried again."""
-
-_log = logging.getLogger(__name__)
+"""After so many steps without a break, twice as many sequences may run together; after twice as many steps, if that
+broke again."""
 
 
 class BatchWidth:
     """
     Attributes:
-        now: most sequences that may run together now.
+        most: most sequences that may ever run together.
+        now: most that may run together now.
     """
 
     def __init__(self, most: int) -> None:
-        self._most = most
+        self.most = self.now = most
         self._quiet_steps = 0
-        self._breaks: dict[int, list[frozenset[int]]] = defaultdict(list)
-        self.now = most
-
-    @property
-    def most(self) -> int:
-        """Most sequences that may ever run together again."""
-        bad = [width for width, breaks in self._breaks.items() if len(breaks) >= _MOST_BREAKS]
-        return min([self._most, *(width - 1 for width in bad)])
+        self._needed_steps = _QUIET_STEPS // 2
 
     @property
     def is_searching(self) -> bool:
         """True if the cause of a broken step is still searched."""
         return self.now < self.most
 
-    def broke(self, uids: Collection[int]) -> None:
-        """A step of the sequences `uids` broke: half as many may run together from here on."""
-        n, before = len(uids), self.most
-        self.now, self._quiet_steps = max(1, min(self.now, n) // 2), 0
-        if n > 1:
-            self._breaks[n].append(frozenset(uids))
-        if self.most < before:
-            cannot = "cannot batch this model: " if self.most == 1 else ""
-            _log.error("%s%d sequences together broke twice; at most %d from now on", cannot, n, self.most)
+    def broke(self, n_sequences: int) -> None:
+        """A step of so many sequences broke: half as many may run together from here on."""
+        self.now, self._quiet_steps = max(1, min(self.now, n_sequences) // 2), 0
+        self._needed_steps *= 2
 
-    def blame(self, uid: int) -> None:
-        """The sequence `uid` breaks alone too: the steps with it did not break because of their width."""
-        self._breaks = defaultdict(
-            list, {width: [uids for uids in breaks if uid not in uids] for width, breaks in self._breaks.items()}
-        )
+    def blame_one(self) -> None:
+        """One sequence breaks alone too: the steps with it did not break because of their width."""
+        self._needed_steps = _QUIET_STEPS
 
     def went_well(self) -> None:
         """A step did not break: after enough of those, more sequences may run together."""
         self._quiet_steps += 1
-        if self.is_searching and self._quiet_steps >= _QUIET_STEPS:
+        if self._quiet_steps >= self._needed_steps:
+            if not self.is_searching:
+                self._needed_steps = _QUIET_STEPS // 2  # what broke then has passed
             self.now, self._quiet_steps = min(self.most, 2 * self.now), 0
 
 
