@@ -92,7 +92,8 @@ class TakenOut:
 
 
 class Generator(Protocol):
-    """Decodes some sequences and prefills others, step by step."""
+    """Decodes some sequences and prefills others, step by step. Caches that cannot be cut have no `beginning`, and
+    share none."""
 
     def insert(self, start: SequenceStart) -> int: ...
     def next(self, chunk_tokens: int) -> tuple[list[Prefilled], list[TokenOutput]]:
@@ -107,23 +108,16 @@ class Generator(Protocol):
         ...
 
     def beginning(self, uid: int, n_tokens: int) -> list[Any]:
-        """Copies of the first `n_tokens` tokens of a sequence's caches, for another sequence.
-
-        Raises:
-            NotImplementedError: these caches cannot be cut.
-        """
-        ...
+        """Copies of the first `n_tokens` tokens of a sequence's caches, for another sequence."""
+        raise ValueError("these caches cannot be cut")
 
     def share(self, uid: int, n_tokens: int) -> Any:
         """The first `n_tokens` tokens of a sequence's caches, for other sequences to refer to.
 
         Returns:
             What `SequenceStart` takes. It has `n_tokens` and `stored`: what is in memory, with as many tokens or more.
-
-        Raises:
-            NotImplementedError: these caches cannot be cut.
         """
-        ...
+        raise ValueError("these caches cannot be cut")
 
     def take_out(self, uid: int) -> TakenOut: ...
     def remove(self, uid: int) -> None: ...

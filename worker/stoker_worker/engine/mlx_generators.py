@@ -13,7 +13,7 @@ import numpy as np
 from mlx_lm.generate import BatchGenerator, StopSequences
 from mlx_lm.models.cache import make_prompt_cache
 
-from stoker_worker.engine.generator import Prefilled, Scorer, SequenceStart, TakenOut, TokenOutput
+from stoker_worker.engine.generator import Generator, Prefilled, Scorer, SequenceStart, TakenOut, TokenOutput
 from stoker_worker.engine.sampling import GuideProcessor, guided
 from stoker_worker.models.cache_probe import leaves
 
@@ -28,7 +28,7 @@ class _ScoredPrompt:
     """Tokens in its cache before the next pass."""
 
 
-class BatchedGenerator:
+class BatchedGenerator(Generator):
     """Sequences of unequal length in one batch."""
 
     def __init__(self, model: Any, *, max_batch: int, max_prefilling: int, max_chunk_tokens: int) -> None:
@@ -73,12 +73,6 @@ class BatchedGenerator:
         caches: list[Any] = self._generator.extract_cache([uid])[uid][0]
         return caches
 
-    def beginning(self, uid: int, n_tokens: int) -> list[Any]:
-        raise NotImplementedError
-
-    def share(self, uid: int, n_tokens: int) -> Any:
-        raise NotImplementedError
-
     def take_out(self, uid: int) -> TakenOut:
         batch = self._generator._generation_batch
         self._scored.pop(uid, None)
@@ -115,7 +109,7 @@ REFERENCE_CHUNK_TOKENS: Final = 2048
 """The chunk size of `mlx_lm.generate`'s prefill."""
 
 
-class SingleGenerator:
+class SingleGenerator(Generator):
     """Holds one sequence; the engine inserts no second one."""
 
     def __init__(self, model: Any, *, chunk_tokens: int | None = None) -> None:
@@ -169,12 +163,6 @@ class SingleGenerator:
 
     def peek(self, uid: int) -> list[Any]:
         return self._caches
-
-    def beginning(self, uid: int, n_tokens: int) -> list[Any]:
-        raise NotImplementedError
-
-    def share(self, uid: int, n_tokens: int) -> Any:
-        raise NotImplementedError
 
     def take_out(self, uid: int) -> TakenOut:
         out = TakenOut(self._caches, len(self._tokens), self._pending, self._logprobs)

@@ -165,16 +165,29 @@ class SequenceSampling:
         self._end_ids = end_ids
         self._seed = request.seed if request.seed is not None else int.from_bytes(os.urandom(7), "big")
         self.error: Exception | None = None
-        self.sampler: _Guarded | None = None
         self.processors: list[LogitsProcessor] = []
         self.start(0)
 
     def start(self, n_drawn: int) -> None:
         """Make the callables for a sequence that has generated `n_drawn` tokens."""
-        sampler = make_sampler(self._request, self._seed, n_drawn)
-        self.sampler = None if sampler is None else _Guarded(self, sampler)
+        self._sampler = make_sampler(self._request, self._seed, n_drawn)
+        self.sampler: SequenceSampling | None = None if self._sampler is None else self
         processors = make_processors(self._request, self._n_prompt, self._end_ids)
         self.processors = [partial(self._process, processor) for processor in processors]
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        """As `Sampler`, but it does not raise."""
+        try:
+            if self.error is None and self._sampler is not None:
+                return self._sampler(logprobs)
+        except Exception as error:
+            self.error = error
+        greedy: mx.array = mx.argmax(logprobs, axis=-1)
+        return greedy
+
+    def take_back(self, n_tokens: int) -> None:
+        if self.error is None and self._sampler is not None:
+            self._sampler.take_back(n_tokens)
 
     def _process(self, processor: LogitsProcessor, tokens: mx.array, logits: mx.array) -> mx.array:
         try:
@@ -211,27 +224,6 @@ class Sampler:
     def take_back(self, n_tokens: int) -> None:
         """Forget the newest draws: they will be made again."""
         self._n_drawn -= n_tokens
-
-
-class _Guarded:
-    """A sampler that does not raise."""
-
-    def __init__(self, sampling: SequenceSampling, sampler: Sampler) -> None:
-        self._sampling = sampling
-        self._sampler = sampler
-
-    def __call__(self, logprobs: mx.array) -> mx.array:
-        try:
-            if self._sampling.error is None:
-                return self._sampler(logprobs)
-        except Exception as error:
-            self._sampling.error = error
-        greedy: mx.array = mx.argmax(logprobs, axis=-1)
-        return greedy
-
-    def take_back(self, n_tokens: int) -> None:
-        if self._sampling.error is None:
-            self._sampler.take_back(n_tokens)
 
 
 def make_sampler(request: GenerationRequest, seed: int, n_drawn: int) -> Sampler | None:

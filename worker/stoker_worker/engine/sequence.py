@@ -139,7 +139,7 @@ class Sequence:
     @property
     def _scanner_that_found(self) -> StopScanner | None:
         """`stops`, if a stop string ended the sequence."""
-        return self.stops if self.stops is not None and self.stops.has_found else None
+        return self.stops if self.stops is not None and self.stops.found else None
 
     @property
     def _ids_of_text(self) -> list[int]:

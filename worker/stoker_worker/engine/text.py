@@ -20,24 +20,20 @@ class GrowingText:
 
     Attributes:
         text: all whole characters so far.
-        n_tokens: tokens taken so far.
+        n_read: how many of the tokens have their text in it.
     """
 
     def __init__(self, tokenizer: TokenizerPort) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
         self._decoded_from = 0  # earlier ids only give context: a tokenizer's first token may lose its space
-        self._read_to = 0
+        self.n_read = 0
         self.text = ""
 
     @property
     def n_tokens(self) -> int:
+        """Tokens taken so far."""
         return len(self._ids)
-
-    @property
-    def n_read(self) -> int:
-        """How many of the tokens have their text in `text`."""
-        return self._read_to
 
     def decoded(self, start: int, stop: int) -> str:
         """The text of the tokens [start, stop) by themselves."""
@@ -50,16 +46,16 @@ class GrowingText:
             is_end: whether none will follow, so an incomplete character at the end is text as well.
         """
         self._ids += token_ids
-        context = self.decoded(self._decoded_from, self._read_to)
+        context = self.decoded(self._decoded_from, self.n_read)
         grown, read_to = self.decoded(self._decoded_from, self.n_tokens), self.n_tokens
         if grown.endswith(_INCOMPLETE) and not is_end:
-            read_to = max(self._read_to, read_to - _MOST_BEFORE_LAST)
+            read_to = max(self.n_read, read_to - _MOST_BEFORE_LAST)
             settled = self.decoded(self._decoded_from, read_to)
             grown = settled if grown.startswith(settled) else ""
         if len(grown) <= len(context):
             return False
         self.text += grown[len(context) :]
-        self._decoded_from, self._read_to = self._read_to, read_to
+        self._decoded_from, self.n_read = self.n_read, read_to
         return True
 
 
@@ -82,11 +78,6 @@ class StopScanner:
         self._boundaries: list[tuple[int, int]] = [(0, 0)]  # (tokens, characters) at every whole-character point
         self._cut: int | None = None
         self.found: str | None = None
-
-    @property
-    def has_found(self) -> bool:
-        """True if a stop string is complete."""
-        return self._cut is not None
 
     @property
     def text(self) -> str:
@@ -116,7 +107,7 @@ class StopScanner:
         ends = ((stop, max(0, n_before - len(stop) + 1)) for stop in self._stops)
         found = [(at, stop) for stop, start in ends if (at := self._growing.text.find(stop, start)) >= 0]
         self._cut, self.found = min(found, default=(None, None))
-        return self._cut is not None
+        return self.found is not None
 
     def cut(self) -> tuple[str, int, str]:
         """After `add` or `end` returned ``True``.
@@ -124,12 +115,8 @@ class StopScanner:
         Returns:
             The text before the stop string, the number of tokens that lie wholly inside that text, and the rest of it
             that those tokens do not cover.
-
-        Raises:
-            ValueError: no stop string has been found.
         """
-        if self._cut is None:
-            raise ValueError("no stop string has been found")
+        assert self._cut is not None
         text = self._growing.text[: self._cut]
         after = next(i for i, (_, characters) in enumerate(self._boundaries) if characters > self._cut)
         kept, characters = self._boundaries[after - 1]

@@ -1,6 +1,7 @@
 """Reads the form of a model's answers from mlx-lm's tokenizer wrapper. Pure; imports neither MLX nor transformers."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import regex
@@ -22,26 +23,14 @@ def with_time_limit(parser: ToolParser | None, most_s: float = _MOST_S) -> ToolP
 
 
 class _LimitedPattern:
-    """In place of a `regex.Pattern`, with the methods that search."""
+    """In place of a `regex.Pattern`, with its methods that search."""
 
     def __init__(self, pattern: Any, most_s: float) -> None:
         self._pattern = pattern
         self._most_s = most_s
 
-    def findall(self, text: str, *args: Any) -> Any:
-        return self._limited(self._pattern.findall, text, *args)
-
-    def finditer(self, text: str, *args: Any) -> Any:
-        return self._limited(self._pattern.finditer, text, *args)
-
-    def match(self, text: str, *args: Any) -> Any:
-        return self._limited(self._pattern.match, text, *args)
-
-    def search(self, text: str, *args: Any) -> Any:
-        return self._limited(self._pattern.search, text, *args)
-
-    def _limited(self, method: Callable[..., Any], *args: Any) -> Any:
-        return method(*args, timeout=self._most_s)
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(getattr(self._pattern, name), timeout=self._most_s)
 
 
 def answer_format(wrapper: Any) -> AnswerFormat:

@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from stoker_shared.text import one_line
-from stoker_worker.engine.generator import Prefilled, SequenceStart, TakenOut, TokenOutput
+from stoker_worker.engine.generator import Generator, Prefilled, SequenceStart, TakenOut, TokenOutput
 from stoker_worker.engine.kv_memory import GROW_STEPS, room_for
 from stoker_worker.engine.rows.attention import ChunkCache, install
 from stoker_worker.engine.rows.decode_batch import DecodeBatch
@@ -186,7 +186,7 @@ _CLEAR_STEPS: Final = 512
 _log = logging.getLogger(__name__)
 
 
-class RowsGenerator:
+class RowsGenerator(Generator):
     """Sequences of unequal length, each of which costs its own length."""
 
     def __init__(self, model: Any, spec: ModelCacheSpec, *, draft_ngram: bool = False) -> None:
@@ -232,8 +232,6 @@ class RowsGenerator:
         return self._decode.caches(uid) if row is None else row.whole
 
     def beginning(self, uid: int, n_tokens: int) -> list[Any]:
-        if not self._prefill.is_together:
-            raise NotImplementedError
         caches = self.peek(uid)
         copies = []
         for cache in leaves(caches):
