@@ -36,86 +36,9 @@ from stoker_worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
-
 _LOOK_S: Final = 0.05
 _AWAY_S: Final = 1.0
 """A stop waits no longer than this for a Redis that is away."""
-
-
-class Draining:
-    """Waits until nothing is in flight any more: a burst is done, or a stop has been carried out."""
-
-    def __init__(
-        self,
-        queue: QueuePort,
-        fetcher: Fetcher,
-        engine: EngineThread,
-        finisher: Finisher,
-        heartbeat: Heartbeat,
-        *,
-        grace_s: float,
-    ) -> None:
-        """
-        Args:
-            grace_s: how long running jobs may go on after the first request.
-        """
-        self._queue = queue
-        self._fetcher = fetcher
-        self._engine = engine
-        self._finisher = finisher
-        self._heartbeat = heartbeat
-        self._grace_s = grace_s
-        self._requests: list[None] = []  # a list grows in one step: a signal handler takes no lock
-        self._drain_until: float | None = None
-
-    def request(self) -> None:
-        """Once: let running jobs finish. Twice: at once. Any thread, and signal handlers."""
-        self._requests.append(None)
-
-    @property
-    def is_requested(self) -> bool:
-        return bool(self._requests) or self._heartbeat.deposed.is_set()
-
-    def wait(self) -> None:
-        """Until the fetcher has left: by itself, or told to."""
-        while not self._fetcher.left.wait(_LOOK_S):
-            if not (self._finisher.is_alive() and (self._fetcher.is_alive() or self._fetcher.left.is_set())):
-                log.error("a fetcher or finisher thread has died: the jobs in flight are left to recovery")
-                self._fetcher.leave()
-                return
-            self._look()
-
-    def join(self, *threads: threading.Thread) -> None:
-        """Until the threads have ended. They may still be waiting for a reply of Redis."""
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(_LOOK_S)
-                self._hang_up_if_away()
-
-    def _hang_up_if_away(self) -> bool:
-        is_away = self._heartbeat.redis_away_s() > _AWAY_S
-        if is_away:
-            self._queue.hang_up()
-        return is_away
-
-    def _look(self) -> None:
-        engine_died = self._engine.error is not None or not self._engine.is_alive()
-        at_once = len(self._requests) > 1 or self._heartbeat.deposed.is_set() or engine_died
-        if self._drain_until is None:
-            if not (self._requests or at_once):
-                return
-            grace_s = 0.0 if at_once else self._grace_s
-            log.info("stopping: no new claims, %g s for running jobs; a second signal ends at once", grace_s)
-            self._drain_until = time.monotonic() + grace_s
-            self._fetcher.drain()
-            self._finisher.hurry()
-        if engine_died:
-            self._engine.hand_over_waiting()
-        if self._hang_up_if_away() or at_once or time.monotonic() > self._drain_until:
-            self._fetcher.cancel_all("stopping")
-            self._finisher.abandon()
-        if self._fetcher.claims_no_more.is_set() and len(self._queue.in_flight()) <= self._finisher.n_to_give_back():
-            self._fetcher.leave()
 
 
 _READ_AHEAD_S: Final = 1.0
@@ -134,6 +57,9 @@ class Worker:
         metrics: MetricsPort = NOT_COUNTED,
     ) -> None:
         self._queue = queue
+        self._stop_requests: list[None] = []  # a list grows in one step: a signal handler takes no lock
+        self._grace_s = settings.grace_s
+        self._drain_until: float | None = None
         self._loaded = loaded = Future[LoadedModel]()
         outage = Outage("Redis")
         self._heartbeat = Heartbeat(queue, period_s=settings.heartbeat_s, outage=outage)
@@ -167,13 +93,10 @@ class Worker:
             metrics=metrics,
             outage=outage,
         )
-        self._draining = Draining(
-            queue, self._fetcher, self._engine, self._finisher, self._heartbeat, grace_s=settings.grace_s
-        )
 
     def request_stop(self) -> None:
-        """Once: drain. Twice: at once. Safe from any thread and from a signal handler."""
-        self._draining.request()
+        """Once: let running jobs finish, for the grace. Twice: at once. Any thread, and signal handlers."""
+        self._stop_requests.append(None)
 
     def install_signal_handlers(self) -> None:
         def handle(signum: int, frame: FrameType | None) -> None:
@@ -227,7 +150,7 @@ class Worker:
         """Recover the jobs of dead workers and read the caches of the first jobs while the model loads, which may take
         minutes. It has a thread of its own, so that a stop does not wait for a Redis that hangs."""
         recover, look = Periodic(self._recover_s), Periodic(_READ_AHEAD_S)
-        while not self._draining.is_requested:
+        while not self._is_to_stop():
             if recover.is_due():
                 self._recover()
             if look.is_due():
@@ -253,7 +176,7 @@ class Worker:
     def _load(self) -> LoadedModel | None:
         """Wait for the model, and for the recovery; ``None`` when told to stop meanwhile."""
         while self._recovery.is_alive() or not self._loaded.done():
-            if self._draining.is_requested:
+            if self._is_to_stop():
                 return None
             time.sleep(0.05)
         return self._loaded.result()
@@ -268,14 +191,58 @@ class Worker:
         self._queue.announce(serving)
         self._fetcher.start()
         log.info("ready: %s", serving)
-        self._draining.wait()
+        self._drain()
         # In the order in which a job passes through them: nothing is put into a stage that has ended.
-        self._draining.join(self._fetcher)
+        self._join(self._fetcher)
         self._loader.finish()
-        self._draining.join(self._loader)
+        self._join(self._loader)
         self._engine.finish()
-        self._draining.join(self._engine)
+        self._join(self._engine)
         self._finisher.finish()
-        self._draining.join(*self._finisher.threads)
+        self._join(*self._finisher.threads)
         if self._engine.error is not None:
             raise EngineFailed(f"the engine broke: {self._engine.error}") from self._engine.error
+
+    def _is_to_stop(self) -> bool:
+        return bool(self._stop_requests) or self._heartbeat.deposed.is_set()
+
+    def _drain(self) -> None:
+        """Wait until the fetcher has left: by itself, or told to."""
+        while not self._fetcher.left.wait(_LOOK_S):
+            if not (self._finisher.is_alive() and (self._fetcher.is_alive() or self._fetcher.left.is_set())):
+                log.error("a fetcher or finisher thread has died: the jobs in flight are left to recovery")
+                self._fetcher.leave()
+                return
+            self._stop_if_asked()
+
+    def _stop_if_asked(self) -> None:
+        engine_died = self._engine.error is not None or not self._engine.is_alive()
+        at_once = len(self._stop_requests) > 1 or self._heartbeat.deposed.is_set() or engine_died
+        if self._drain_until is None:
+            if not (self._stop_requests or at_once):
+                return
+            grace_s = 0.0 if at_once else self._grace_s
+            log.info("stopping: no new claims, %g s for running jobs; a second signal ends at once", grace_s)
+            self._drain_until = time.monotonic() + grace_s
+            self._fetcher.drain()
+            self._finisher.hurry()
+        if engine_died:
+            self._engine.hand_over_waiting()
+        if self._hang_up_if_away() or at_once or time.monotonic() > self._drain_until:
+            self._fetcher.cancel_all("stopping")
+            self._finisher.abandon()
+        if self._fetcher.claims_no_more.is_set() and len(self._queue.in_flight()) <= self._finisher.n_to_give_back():
+            self._fetcher.leave()
+
+    def _join(self, *threads: threading.Thread) -> None:
+        """Until the threads have ended. They may still be waiting for a reply of Redis."""
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(_LOOK_S)
+                self._hang_up_if_away()
+
+    def _hang_up_if_away(self) -> bool:
+        is_away = self._heartbeat.redis_away_s() > _AWAY_S
+        if is_away:
+            self._queue.hang_up()
+        return is_away
