@@ -61,7 +61,7 @@ models: .venv/dev
 deep: .venv/dev
 	DEEP=250 $(BIN)/pytest --timeout=0 tests/worker/memory/test_budget_machine.py tests/worker/memory/test_flips.py \
 		tests/worker/memory/test_power_cut.py tests/worker/memory/admin/test_killed*.py \
-		tests/placement_model/test_real_world.py
+		tests/several_workers/test_histories.py
 
 # 1,200 jobs while workers, server, wire and clock misbehave, and 80 with the real model. CHAOS_SEED=N: that run again.
 # 2,000 jobs that go on from one model to the next while workers are killed and connections are cut.

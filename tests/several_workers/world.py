@@ -1,8 +1,8 @@
-"""The same histories with the real worker: `Worker` with its threads, `RqQueue`, `AgentCacheStore`, a Redis server, and
-a bucket or a folder.
+"""Histories of the real worker: `Worker` with its threads, `RqQueue`, `AgentCacheStore`, a Redis server, and a bucket
+or a folder.
 
 Each process of a worker is a set of played threads, which stop at each request to Redis or to the bucket. What happened
-is read from what Redis and the bucket hold, and told to the invariants in the words of the model.
+is read from what Redis and the bucket hold, and told to the invariants.
 """
 
 import fcntl
@@ -33,11 +33,10 @@ from rq import Queue
 from rq.job import Job as RqJob
 from rq.registry import CanceledJobRegistry, FailedJobRegistry
 from rq.serializers import JSONSerializer
-from tests.placement_model import rule
-from tests.placement_model.explore import history_of
-from tests.placement_model.invariants import ENDED, Broken, Invariants, require
-from tests.placement_model.played_threads import PlayedThread, Stage
-from tests.placement_model.world import AGENTS, LAG, World
+from tests.several_workers.actions import AGENTS, LAG, Actions
+from tests.several_workers.histories import history_of
+from tests.several_workers.invariants import ENDED, TTL, Broken, Version, require
+from tests.several_workers.played_threads import PlayedThread, Stage
 from tests.worker.memory.agents import FastDisk, problems_of
 
 from stoker import Producer
@@ -59,7 +58,10 @@ from stoker_worker.queue.registration import RqRegistration
 from stoker_worker.queue.rq_queue import RqQueue, open_queue
 from stoker_worker.settings import read_settings
 
-SETTINGS = {"lease_ttl_s": rule.LEASE, "heartbeat_s": 2, "poll_s": 1, "recover_s": 3, "patience_s": rule.PATIENCE}
+SETTINGS = {"lease_ttl_s": 10, "heartbeat_s": 2, "poll_s": 1, "recover_s": 3, "patience_s": 4}
+PLACES = 2  # jobs that a worker runs at once
+GRACE = 20.0  # how long a name stays after the next one was put: longer than a lease, and than a listing lags
+PROCESSES = 3
 TURN = re.compile(r"\[(j\d+)\]")
 SWEEPS = 40  # how often each thread goes on in a round
 LABELLED = {
@@ -372,7 +374,7 @@ class RealProcess:
 
 class PlayedProvider(ScriptedProvider):
     def __init__(self, world):
-        super().__init__(max_batch=rule.PLACES, steps_per_s=1.0)
+        super().__init__(max_batch=PLACES, steps_per_s=1.0)
         object.__setattr__(self, "world", world)
 
     def load(self):
@@ -406,29 +408,26 @@ def noted(method):
     return call
 
 
-class RealWorld(World):
+class World(Actions):
     broken = None
 
-    def __init__(self, seed, folder, url, patch, processes=3):
+    def __init__(self, seed, folder, url, patch):
+        super().__init__(seed)
         self.folder, self.stage = folder, Stage()
         self.has_folder, self.executions = seed % 2 == 1, {}
-        self.agent_ttl_s = rule.TTL if seed % 3 == 0 else None
-        self.patch, self.url, self.full_every = patch, url, 1 + seed // 2 % 2
+        self.agent_ttl_s = TTL if seed % 3 == 0 else None
+        self.patch, self.full_every = patch, 1 + seed // 2 % 2
         self.tokens, self.seen, self.is_one_host = {agent: () for agent in AGENTS}, {}, seed % 4 < 2
-        super().__init__(rule, seed, processes)
-
-    # What is played.
-
-    def make(self, processes):
-        self.invariants, self.redis = RealInvariants(self), RealRedis(self, self.url)
-        store = MemoryStore()
-        shared = f"s3://bucket/{self.folder.name}"
+        self.redis = RealRedis(self, url)
+        store, shared = MemoryStore(), f"s3://bucket/{folder.name}"
         if self.has_folder:
-            (self.folder / "shared").mkdir(parents=True)
-            shared, store = f"file://{self.folder}/shared", LocalStore(self.folder / "shared")
+            (folder / "shared").mkdir(parents=True)
+            shared, store = f"file://{folder}/shared", LocalStore(folder / "shared")
         self.bucket = RealBucket(self, store, shared)
         self._install()
-        return [RealProcess(self, number) for number in range(processes)]
+        self.processes = [RealProcess(self, number) for number in range(PROCESSES)]
+
+    # What is played.
 
     def _install(self):
         patch = self.patch
@@ -438,7 +437,7 @@ class RealWorld(World):
         patch.setattr(RqRegistration, "subscribe", lambda registration: None)
         for name in ("flock", "lockf"):
             patch.setattr(fcntl, name, lambda *args: None)
-        patch.setattr(versions, "_GRACE_S", float(rule.GRACE))
+        patch.setattr(versions, "_GRACE_S", GRACE)
         for module in (versions, turn_saver):
             patch.setattr(module, "FULL_EVERY", self.full_every)
         patch.setattr(Connection, "send_packed_command", self._sends(Connection.send_packed_command))
@@ -519,7 +518,7 @@ class RealWorld(World):
 
         return claim
 
-    # What happened, in the words of the model.
+    # What happened.
 
     @noted
     def claimed(self, life, claimed, epoch, lengths):
@@ -553,7 +552,7 @@ class RealWorld(World):
         kind = run.kind if made_by == "turn" else made_by
         by = (job_id, run.place, execution) if run else ("", 0, "")
         head = shared.head.hex() or f"{agent} {number} {execution}"
-        version = rule.Version(number, head, ((record and record.parent) or b"").hex(), kind, by)
+        version = Version(number, head, ((record and record.parent) or b"").hex(), kind, by)
         self.invariants.sent(version)
         return agent, version, record
 
@@ -592,8 +591,6 @@ class RealWorld(World):
 
     # Actions.
 
-    patience, most_waits = 300, 6
-
     def passes(self, seconds):
         self.now += seconds
         self.stage.now = self.now
@@ -616,12 +613,6 @@ class RealWorld(World):
         self.look()
         if not any(one.threads for one in self.processes):
             self.time(0)
-
-    def bring(self, *_):
-        pass
-
-    def expire(self, *_):
-        pass
 
     def one_second_beside(self, process):
         self.passes(1)
@@ -662,33 +653,13 @@ class RealWorld(World):
                 store.close()
 
 
-class RealInvariants(Invariants):
-    def check_refusal(self, job, number, source):
-        """A machine may lack all versions of an agent but the newest, and there is no limit to a conversation here."""
-        now = self.chains[job.chain][number - 1] if number else rule.NOTHING
-        if job.kind == "fork":
-            return super().check_refusal(job, number, source)
-        why = self.world.redis.failure_of(job)
-        is_right = job.kind in ("rollback", "forget") and (not now.turns or number != job.argument)
-        is_forgotten = "answer is not kept any more" in why and job.id in [one.by[0] for one in self.chains[job.chain]]
-        require(is_right or is_forgotten, f"a job failed without a reason: {why}")
-
-    def outage_was_survived(self):
-        """A machine whose disk is new does not know the shared store, and waits for it before it takes any job."""
-        if any(one.member.worker for one in self.world.processes if one.member):
-            super().outage_was_survived()
-
-    def everything_ended(self):
-        require(all(job.status in ENDED for job in self.world.redis.jobs.values()), "a job never ends")
-
-
 def main(url, first, last):
     """Play the histories of these seeds, and print what broke."""
     logging.disable(logging.CRITICAL)
     for seed in range(first, last):
         with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
             try:
-                RealWorld(seed, Path(folder), url, patch).play(history_of(seed))
+                World(seed, Path(folder), url, patch).play(history_of(seed))
             except Exception as error:
                 print(f"{seed}: {type(error).__name__}: {error}", flush=True)
     os._exit(0)  # threads of processes that still live wait for ever

@@ -1,14 +1,8 @@
-"""Histories at random, the search for one that breaks an invariant, and the shortest part of it that still does."""
+"""Histories at random, with directed parts for what seldom happens by chance."""
 
 import random
-import sys
-from collections import Counter
-from pathlib import Path
-from types import ModuleType
 
-from tests.placement_model import rule as the_rule
-from tests.placement_model.invariants import Broken
-from tests.placement_model.world import FAULTS, World
+from tests.several_workers.actions import FAULTS
 
 USUAL = {"submit": 10, "steps": 20, "time": 6, "until": 10, "work": 6}
 TROUBLE = {
@@ -26,8 +20,6 @@ TROUBLE = {
     "replicate": 2,
     "go_back": 2,
     "prune": 5,
-    "expire": 2,
-    "bring": 2,
     "idle": 1,
     "slow": 2,
 }
@@ -48,11 +40,10 @@ class Scenes:
         self.one, self.other = drawn.sample(range(processes), 2)
         self.agent = drawn.randrange(agents)
         self.all = [self.stops] * 3 + [self.late] * 6 + [self.slow] * 4 + [self.listed] * 3
-        self.all += [self.hint, self.poison, self.outage, self.again, self.failing, self.waiting]
+        self.all += [self.hint, self.poison, self.outage, self.failing, self.waiting]
 
-    def any_of(self, name=None):
-        scene = getattr(self, name) if name else self.drawn.choice(self.all)
-        return [action for action in scene() if self.drawn.random() < 0.95]
+    def any(self):
+        return [action for action in self.drawn.choice(self.all)() if self.drawn.random() < 0.95]
 
     def job(self, *kinds, agent=None, argument=0):
         return ("submit", self.drawn.choice(kinds), self.agent if agent is None else agent, argument)
@@ -66,19 +57,16 @@ class Scenes:
     def prune(self):
         return ("prune", self.below(3), self.agent)
 
-    def bring(self):
-        return ("bring", self.below(3), self.agent, self.below(3))
-
     def maybe(self, *actions):
         return [action for action in actions if self.drawn.random() < 0.5]
 
     def versions(self):
-        """Some, by others too: a fork and an import hold nothing."""
+        """Some, by others too: a fork holds nothing."""
         kinds = [[APPEND, FULL], [FORGET, APPEND], [FORGET, FORK, FULL], [APPEND]]
         found = []
         for _ in range(self.drawn.randint(2, 4)):
             found += [self.job(*self.drawn.choice(kinds)), *self.maybe(("steps", 1, 1, 9)), WORK]
-        return found + self.maybe(self.job(FORGET), WORK, self.bring())
+        return found + self.maybe(self.job(FORGET), WORK)
 
     def stops(self):
         """One member stops at a moment, others do a few jobs of the same agent and prune, and it goes on."""
@@ -108,19 +96,17 @@ class Scenes:
             meanwhile = self.versions()
         else:
             start = [*self.jobs(1, APPEND), WORK, self.job(APPEND, FULL, FORGET)]
-            expire = [self.idle(TTL), ("expire", self.other, self.agent), WORK]
-            meanwhile = [*expire, ("bring", self.one, self.agent, 0), WORK, *expire, ("bring", 0, self.agent, 1), WORK]
+            meanwhile = [self.idle(TTL), WORK, self.job(APPEND), WORK, self.idle(TTL), WORK]
         wake = [("wake", process) for process in range(3)]
         end = [("work", self.drawn.choice([1, 2, 3, 29])), self.job(READ, ROLLBACK, APPEND), WORK]
         return [*start, stop, *meanwhile, self.idle(GRACE), self.prune(), WORK, *wake, *end]
 
     def hint(self):
         """Redis, or a command without Redis, leaves a member with a hint that is no longer true."""
-        by_command = [self.idle(TTL), ("expire", self.other, self.agent), WORK]
-        emptied = [self.job(FORGET), WORK, self.bring(), WORK]
+        expired, emptied = [self.idle(TTL), WORK], [self.job(FORGET), WORK, *self.maybe(self.job(APPEND), WORK)]
         start = [self.job(APPEND, FORGET), WORK, ("replicate",), ("sleep", self.one), ("idle", self.below(4))]
         moved = [self.job(APPEND, FULL), WORK, ("wake", self.one)]
-        moved += self.drawn.choice([[("go_back",)], emptied, by_command])
+        moved += self.drawn.choice([[("go_back",)], emptied, expired])
         use = [self.job(READ, APPEND, ROLLBACK, FORK), ("until", self.one, self.drawn.choice([AT_COMPUTE, AT_PUT]), 3)]
         return [*start, *moved, *use, *self.maybe(self.idle(GRACE), self.prune()), WORK]
 
@@ -144,11 +130,6 @@ class Scenes:
         stops = self.maybe(("steps", self.one, 1, self.below(12)), *[("stop", process) for process in range(3)])
         return [*start, *stops, *self.jobs(2, APPEND, PLAIN)]
 
-    def again(self):
-        """What was forgotten is imported again."""
-        imported = [self.job(FORGET), WORK, self.bring(), WORK, *self.jobs(1, APPEND)]
-        return imported + imported
-
     def failing(self):
         """A job fails by itself after a put whose outcome is unknown, and is run again."""
         start = [self.job(APPEND, READ, APPEND), ("until", self.one, AT_PUT, 2, LATE)]
@@ -161,11 +142,8 @@ class Scenes:
         return [*start, self.job(READ, APPEND), *self.maybe(("until", self.other, AT_COMPUTE, 0)), WORK]
 
 
-def history_of(seed, scene=None):
-    """Each has some kinds of trouble and lacks others, so that one kind does not hide another.
-
-    `scene`: the one kind of scene that it has; any without.
-    """
+def history_of(seed):
+    """Each has some kinds of trouble and lacks others, so that one kind does not hide another."""
     drawn = random.Random(seed)
     weights = USUAL | {name: weight for name, weight in TROUBLE.items() if drawn.random() < 0.6}
     faults = [n for n in range(len(FAULTS)) if drawn.random() < 0.5] or [99]
@@ -176,7 +154,7 @@ def history_of(seed, scene=None):
         (
             name,
             drawn.randrange(processes) if name in ("steps", "until") else drawn.randrange(100),
-            drawn.randrange(agents) if name in ("submit", "prune", "expire") else drawn.randrange(100),
+            drawn.randrange(agents) if name in ("submit", "prune") else drawn.randrange(100),
             drawn.randrange(100),
             drawn.choice(faults) if name == "until" or drawn.random() < often else 99,
         )
@@ -184,61 +162,5 @@ def history_of(seed, scene=None):
     ]
     at = drawn.randint(0, len(history))
     scenes = Scenes(drawn, processes, agents, faults)
-    between = [action for _ in range(drawn.choice([1, 1, 2, 2])) for action in scenes.any_of(scene)]
+    between = [action for _ in range(drawn.choice([1, 1, 2, 2])) for action in scenes.any()]
     return history[: drawn.choice([0, 0, at])] + between + history[at if drawn.random() < 0.5 else len(history) :]
-
-
-def play(history, seed, rule: ModuleType = the_rule):
-    """What broke, or ``None``."""
-    try:
-        World(rule, seed).play(history)
-    except Broken as error:
-        return str(error)
-    return None
-
-
-def search(seeds, rule: ModuleType = the_rule, scene=None):
-    """The first seed whose history breaks an invariant, and which."""
-    for seed in seeds:
-        if (broken := play(history_of(seed, scene), seed, rule)) is not None:
-            return seed, broken
-    return None
-
-
-def events(seeds):
-    """In how many histories each rare thing happens that a line of the rule is there for."""
-    counted = Counter()
-    for seed in seeds:
-        world = World(the_rule, seed)
-        world.play(history_of(seed))
-        counted.update(world.events)
-    return counted
-
-
-def shortest(seed, rule: ModuleType = the_rule):
-    """The history without each part that it does not need to break the same invariant."""
-    history = history_of(seed)
-    wanted = play(history, seed, rule)
-    size = len(history)
-    while size:
-        at = 0
-        while at < len(history):
-            shorter = history[:at] + history[at + size :]
-            if play(shorter, seed, rule) == wanted:
-                history = shorter
-            else:
-                at += size
-        size //= 2
-    return history
-
-
-def rule_with(*changes):
-    """The rule with lines of it broken: what is there, exactly once, and what is there instead."""
-    source = Path(the_rule.__file__).read_text()
-    for old, new in changes:
-        assert source.count(old) == 1, f"{source.count(old)} times in the rule: {old!r}"
-        source = source.replace(old, new)
-    broken = ModuleType("tests.placement_model.broken_rule")
-    sys.modules[broken.__name__] = broken  # dataclasses look themselves up
-    exec(compile(source, "broken_rule.py", "exec"), broken.__dict__)
-    return broken

@@ -11,15 +11,51 @@ The chain of an agent is the list of its versions as they became the newest. A t
   fails without a reason. No end changes.
 - A read, a fork and a refusal come from a version that was the newest at some moment since the claim, and without turns
   of jobs that were enqueued behind.
-- An agent leaves a member that is ready only after another one has passed it for as long as the patience.
 - While the bucket is away, jobs without an agent end, and stops too. While nothing fails, every job ends.
-- In the end, nothing but the newest numbers is left, and no content from before a forget.
 """
 
 from collections import defaultdict
+from dataclasses import dataclass
 
 ENDED = ("finished", "failed", "canceled")
-CLAIMS_IN_AN_OUTAGE = 4
+LOSSES = 3  # workers that a job may take along
+TTL = 30  # how long an agent is kept that nobody uses
+
+
+@dataclass(frozen=True)
+class Version:
+    """One object of the bucket."""
+
+    number: int = 0
+    id: str = ""
+    parent: str = ""  # the id of the version that it was made from
+    kind: str = "nothing"  # of the job that made it; or "closed", "expired"
+    by: tuple = ()  # the job, its enqueueing and its execution
+    turns: tuple = ()
+    floor: int = 0  # the number of the last forget: nothing below comes back
+
+
+NOTHING = Version()
+
+
+@dataclass
+class Job:
+    id: str
+    kind: str  # append, full, rollback, forget, fork; read; plain (without an agent)
+    agent: str | None = None
+    argument: object = None  # rollback: the number; fork: the new agent
+    place: int = 0  # which enqueueing it is; never used twice, also after Redis has lost data
+    status: str = "queued"
+    execution: str | None = None  # a run of it: each claim begins another one
+    losses: int = 0
+
+    @property
+    def writes(self):  # its own agent
+        return self.kind in ("append", "full", "rollback", "forget")
+
+    @property
+    def chain(self):
+        return self.argument if self.kind == "fork" else self.agent
 
 
 class Broken(Exception):
@@ -41,12 +77,9 @@ class Invariants:
         self.epochs = {}  # by version: when its put was sent
         self.ends = {}  # by job and place, without a turn: the epoch
         self.reasons = set()
-        self.seen_waiting = {}  # by life and job: since when
-        self.due = {}  # by life: jobs of nobody who is ready, which it must not leave
-        self.outage_claims = defaultdict(int)
 
     def newest(self, agent):
-        return self.chains[agent][-1] if self.chains[agent] else self.world.rule.NOTHING
+        return self.chains[agent][-1] if self.chains[agent] else NOTHING
 
     # The bucket.
 
@@ -70,7 +103,7 @@ class Invariants:
             require(not later, "turns are out of order")
         if version.kind == "expired":
             made = self.world.bucket.made_at(agent, newest.number)
-            require(made <= self.world.now - self.world.rule.TTL, "an agent that is used expires")
+            require(made <= self.world.now - TTL, "an agent that is used expires")
         chain.append(version)
 
     def behind(self, chain, place, claimed, used):
@@ -99,9 +132,6 @@ class Invariants:
                 for one in chain[max(0, source - 1) :]
                 if not self.behind(chain[: one.number], place, epoch, used)
             ]
-        elif version.kind == "import":
-            require(not newest.turns, "an import replaces an agent")
-            expected = [(job_id,)]
         else:
             expected = [newest.turns]
         require(version.turns in expected, "the conversation is not what was said")
@@ -116,7 +146,7 @@ class Invariants:
 
     def computed(self, execution, fault):
         job = self.runs[execution]
-        require(job.losses < self.world.rule.LOSSES, "a job takes one member after the other along")
+        require(job.losses < LOSSES, "a job takes one member after the other along")
         if fault != "failed":
             return None
         self.reasons.add((job.id, job.place))
@@ -136,46 +166,6 @@ class Invariants:
             if one.by[:2] == (job.id, job.place) and one.kind != "closed":
                 require(self.claims[one.by[2]][0] != epoch, "a job that ended without a turn has one")
         self.ends[job.id, job.place] = epoch
-
-    def script(self, name, args):
-        redis = self.world.redis
-        if name == "end":
-            was = redis.jobs[args[1]].status if args[1] in redis.jobs else None
-            reply = redis.end(*args)
-            _, job_id, execution, status, number = args
-            self.ended(was, job_id, execution, status, [number])
-            return reply
-        reply = getattr(redis, name)(*args)
-        if name == "claim" and reply is not None:
-            self.claimed(args[0], reply)
-        return reply
-
-    def viewed(self, member, waiting, _):
-        life, leases = member.life, self.world.redis.leases.items()
-        ready = [one for one, lease in leases if lease.ready and lease.until > self.world.now]
-        needs_nobody = [one for one, agent, home in waiting if agent is not None and home not in ready]
-        require(not self.due.pop(life, set()).intersection(needs_nobody), "a job waits for a member that is gone")
-        self.due[life] = set() if member.away else set(needs_nobody)
-        now = self.world.now
-        for job_id, _, home in waiting:
-            since, _ = self.seen_waiting.get((life, job_id), (now, None))
-            self.seen_waiting[life, job_id] = (since, home in ready and home != life)
-
-    def claimed(self, life, job):
-        chain, source = len(self.chains[job.chain]), len(self.chains[job.agent])
-        self.check_order(job)
-        self.runs[job.execution] = job
-        self.claims[job.execution] = (self.world.epoch, chain, source)
-        since, is_others = self.seen_waiting[life, job.id]
-        patience = self.world.rule.PATIENCE
-        require(not is_others or self.world.now - since >= patience or job.agent is None, "an agent moved without need")
-        if self.world.bucket.down and job.agent is not None:
-            self.outage_claims[life] += 1
-            require(self.outage_claims[life] < CLAIMS_IN_AN_OUTAGE, "jobs go round in an outage")
-        elif not self.world.bucket.down:
-            self.outage_claims.clear()
-        if job.losses >= self.world.rule.LOSSES:
-            self.reasons.add((job.id, job.place))
 
     def check_order(self, job):
         ahead = [one for one in self.world.redis.jobs.values() if one.writes and one.status not in ENDED]
@@ -214,35 +204,26 @@ class Invariants:
                     raise
 
     def check_refusal(self, job, number, source):
-        now = self.chains[job.chain][number - 1] if number else self.world.rule.NOTHING
-        if job.kind == "append":
-            require(len(now.turns) >= self.world.rule.LIMIT, "a job failed without a reason")
-        elif job.kind == "fork":
+        """A machine may lack all versions of an agent but the newest."""
+        now = self.chains[job.chain][number - 1] if number else NOTHING
+        if job.kind == "fork":
             sources = self.chains[job.agent][max(0, source - 1) :]
             require(now.turns or not source or not all(one.turns for one in sources), "a job failed without a reason")
-        else:
-            first_kept = max(1, now.floor, number - self.world.rule.KEEP)
-            kept = job.kind == "rollback" and first_kept <= job.argument <= number
-            require(job.kind == "rollback" and not kept, "a job failed without a reason")
+            return
+        why = self.world.redis.failure_of(job)
+        is_right = job.kind in ("rollback", "forget") and (not now.turns or number != job.argument)
+        is_forgotten = "answer is not kept any more" in why and job.id in [one.by[0] for one in self.chains[job.chain]]
+        require(is_right or is_forgotten, f"a job failed without a reason: {why}")
 
     # The end.
 
     def outage_was_survived(self):
+        """A machine whose disk is new does not know the shared store, and waits for it before it takes any job."""
+        if not any(one.member.worker for one in self.world.processes if one.member):
+            return
         waiting = [job.id for job in self.world.redis.jobs.values() if job.kind == "plain" and job.status not in ENDED]
         require(not waiting, "a job without an agent waits for the bucket")
         require(not any(one.stopping for one in self.world.processes), "a stop takes for ever")
 
     def everything_ended(self):
-        redis = self.world.redis
-        require(all(job.status in ENDED for job in redis.jobs.values()), "a job never ends")
-        require(not redis.held and not redis.reading, "an agent is held for ever")
-
-    def nothing_is_left(self):
-        for agent, objects in self.world.bucket.objects.items():
-            newest = self.newest(agent)
-            require(all(n >= newest.number - self.world.rule.KEEP for n in objects), "old numbers are never pruned")
-            old = [one for one, _, _ in objects.values() if one.number < newest.floor and one.turns]
-            require(not old, "forgotten content is left")
-
-    def all_expired(self):
-        require(not any(self.newest(agent).turns for agent in self.chains), "an agent that nobody uses does not expire")
+        require(all(job.status in ENDED for job in self.world.redis.jobs.values()), "a job never ends")

@@ -1,4 +1,4 @@
-"""The product keeps the invariants of the model in the same random histories: its workers, its store, a Redis server.
+"""The product keeps the invariants in random histories: its workers, its store, a Redis server.
 
 `DEEP=N` plays 4 N more histories, where the scheduled lane plays 300.
 """
@@ -16,7 +16,7 @@ DEEP = int(os.environ.get("DEEP", "0"))
 
 def broken(redis_url, first, last):
     """In a process of its own: what its threads are made of is replaced, and sets have one order each time."""
-    command = [sys.executable, "-m", "tests.placement_model.real_world", redis_url, str(first), str(last)]
+    command = [sys.executable, "-m", "tests.several_workers.world", redis_url, str(first), str(last)]
     environment = os.environ | {"PYTHONHASHSEED": "0"}
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return done.stdout.splitlines()
