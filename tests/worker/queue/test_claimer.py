@@ -75,41 +75,11 @@ def claim_soon(claimer, **options):
     return next((found for _ in range(100) if (found := claim(claimer, **options))), [])
 
 
-def test_the_oldest_job_of_each_free_agent_is_claimed_in_queue_order(connection, claimer, submit):
-    a1, _, b1, c1 = submit("a", "a", "b", "c")
-    assert claim(claimer, busy=["c"]) == [a1, b1]
-    assert claimed(connection) == {a1, b1}
-    assert c1 in waiting(connection)
-    assert len(waiting(connection)) == 2
-
-
-def test_no_more_than_the_limit_is_claimed(claimer, submit):
-    ids = submit("a", "b", "c")
-    assert claim(claimer, limit=2) == ids[:2]
-    assert claim(claimer, limit=2) == ids[2:]
-
-
 def test_an_agent_behind_thousands_of_anothers_jobs_is_found(connection, producer, claimer, submit):
     producer.submit_many([{"agent_id": "greedy", "prompt": "x"}] * 1500)
     (other,) = submit("other")
     assert claim_soon(claimer, busy=["greedy"]) == [other]
     assert len(waiting(connection)) == 1500
-
-
-def test_an_agents_first_job_is_claimed_next_but_one_at_most_behind_agents_with_many(connection, claimer, submit):
-    submit(*["heavy"] * 30)
-    assert claim(claimer, limit=1)
-    (other,) = submit("other")
-    assert [other] in [claim(claimer, limit=1), claim(claimer, limit=1)]
-    assert len(waiting(connection)) == 28
-
-
-def test_an_agents_first_job_is_found_while_every_slot_is_taken(producer, claimer, submit):
-    producer.submit_many([{"agent_id": "heavy", "prompt": "x"}] * 1500)
-    (other,) = submit("other")
-    for _ in range(200):
-        assert claim(claimer, limit=0) == []
-    assert [other] in [claim(claimer, limit=1), claim(claimer, limit=1)]
 
 
 def test_a_failed_claim_costs_no_agent_its_turn(connection, claimer, submit):
@@ -120,13 +90,6 @@ def test_a_failed_claim_costs_no_agent_its_turn(connection, claimer, submit):
         for _ in range(5):
             assert claim(claimer, limit=1) == []
     assert claim(claimer, limit=1) == [other]
-
-
-def test_a_worker_that_lost_its_lease_claims_nothing(connection, claimer, submit):
-    ids = submit("a")
-    with held_by_somebody_else(connection):
-        assert claim(claimer) == []
-    assert (waiting(connection), claimed(connection)) == (ids, set())
 
 
 def test_a_job_that_was_canceled_after_it_was_read_is_not_claimed(connection, claimer, submit):
@@ -146,16 +109,6 @@ def test_an_unreadable_job_is_claimed_so_that_it_can_be_refused_and_what_is_no_j
     connection.rpush("rq:queue:generate", "junk", "text")
     assert claim(claimer) == [good, "junk"]
     assert waiting(connection) == []
-
-
-def test_a_quarantined_job_is_claimed_alone_and_jobs_of_other_agents_pass_it(connection, claimer, submit):
-    first, lost_twice, same_agent, behind = submit("a", "b", "b", "c")
-    connection.hset(f"rq:job:{lost_twice}", FIELD_ATTEMPTS, 2)
-    assert claim(claimer) == [first, behind]
-    assert claimer.next_quarantined(Busy()) == lost_twice
-    assert ids_of(claimer.claim_quarantined(Busy())) == [lost_twice]
-    assert claimer.next_quarantined(Busy()) is None
-    assert claim(claimer) == [same_agent]
 
 
 def test_a_quarantined_job_that_was_removed_is_not_claimed(connection, claimer, submit):

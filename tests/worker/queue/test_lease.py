@@ -6,8 +6,6 @@ import os
 import signal
 import threading
 import time
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from tests.support.private_server import free_port, private_server
@@ -18,7 +16,7 @@ from stoker_shared.errors import QueueHeld
 from stoker_shared.wire import FENCE_KEY, LEASE_KEY, MEMBERS_KEY
 from stoker_worker.process_identity import ProcessIdentity
 from stoker_worker.queue.lease import FENCE_KEPT_S, Lease
-from stoker_worker.queue.rq_queue import _take_over, open_queue
+from stoker_worker.queue.rq_queue import open_queue
 from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.server
@@ -49,23 +47,6 @@ def test_a_second_worker_gets_the_remaining_time_of_the_lease(connection):
         lease(connection, "second", ttl_s=4).acquire()
 
 
-def test_a_standby_logs_the_holder_once(connection, monkeypatch, caplog):
-    caplog.set_level("INFO")
-    looks = []
-    lease(connection, "first").acquire()
-
-    def look_again(_):
-        looks.append(connection.pexpire(LEASE, 30_000 - 1000 * len(looks)))
-        if len(looks) == 5:
-            connection.delete(LEASE)
-
-    monkeypatch.setattr("stoker_worker.queue.rq_queue.time.sleep", look_again)
-    nobody: Any = SimpleNamespace(sign_on=lambda: None, connection=connection)
-    _take_over("", lease(connection, "second"), nobody, standby=True)
-    assert len(looks) == 5
-    assert caplog.text.count("is held by worker first") == caplog.text.count("standing by: the name") == 1
-
-
 def test_a_holder_that_is_certainly_dead_is_replaced_at_once_with_a_higher_fence(connection):
     hold_as(connection, a_dead_process())
     connection.set(FENCE, 1)
@@ -73,14 +54,6 @@ def test_a_holder_that_is_certainly_dead_is_replaced_at_once_with_a_higher_fence
     mine.acquire()
     assert mine.renew()
     assert json.loads(mine.value)["fence"] == 2
-
-
-def test_a_holder_on_another_host_or_boot_is_never_considered_dead(connection):
-    dead = a_dead_process()
-    for elsewhere in dataclasses.replace(dead, host="elsewhere"), dataclasses.replace(dead, boot="another"):
-        hold_as(connection, elsewhere)
-        with pytest.raises(QueueHeld):
-            lease(connection, "second").acquire()
 
 
 def test_a_new_process_with_a_dead_holders_pid_does_not_keep_its_lease(connection):
@@ -98,14 +71,6 @@ def test_a_lease_that_is_not_renewed_expires_and_its_holder_learns_that_it_is_de
     assert not first.renew()
     first.release()
     assert second.renew()
-
-
-def test_an_expired_lease_that_no_other_worker_took_is_renewed_by_its_holder(connection):
-    first = lease(connection, "first", ttl_s=0.05)
-    first.acquire()
-    time.sleep(0.1)
-    assert first.renew()
-    assert first.renew()
 
 
 def test_a_holder_whose_successor_has_left_again_does_not_resume_under_its_old_number(connection):
@@ -138,17 +103,6 @@ def test_after_a_loss_of_all_data_the_holder_goes_on_and_the_next_one_gets_a_hig
     second.release()
     third.acquire()
     assert json.loads(third.value)["fence"] == 3
-
-
-def test_workers_of_different_names_share_a_queue(connection):
-    first, second = lease(connection, "first"), lease(connection, "second", member="n")
-    first.acquire()
-    second.acquire()
-    assert first.renew()
-    assert set(connection.hgetall(MEMBERS_KEY)) == {b"m", b"n"}
-    second.leave()
-    assert first.renew()
-    assert set(connection.hgetall(MEMBERS_KEY)) == {b"m"}
 
 
 def test_a_member_whose_lease_was_only_released_stays_one_and_its_successor_knows_its_queues(connection):
@@ -211,14 +165,6 @@ def test_a_worker_waits_for_another_that_puts_its_jobs_back(connection):
     mine = lease(connection, "mine")
     mine.acquire()
     assert mine.renew()
-
-
-def test_a_heartbeat_joins_again_after_a_loss_of_all_data(connection):
-    mine = lease(connection, "mine")
-    mine.acquire()
-    connection.flushdb()
-    assert mine.renew()
-    assert set(connection.hgetall(MEMBERS_KEY)) == {b"m"}
 
 
 def test_signing_off_does_not_wait_for_a_server_that_hangs(tmp_path):

@@ -10,7 +10,6 @@ from rq import Retry
 from rq.job import Job
 from rq.serializers import JSONSerializer
 from rq.suspension import resume, suspend
-from rq.worker import Worker as WorkerOfRq
 from tests.worker.queue.ends import drop, fail, finish, give_back, stop
 from tests.worker.queue.looking import LEASE, places, taken_over
 
@@ -34,18 +33,6 @@ def claim(queue, limit=8):
     return queue.claim(limit, Busy())
 
 
-def test_a_claimed_job_is_started_in_rqs_terms_and_finished_once(connection, producer, queue):
-    (job_id,) = submit(producer, "a")
-    (job,) = claim(queue)
-    assert (job.job_id, job.attempt, job.request.agent_id) == (job_id, 1, "a")
-    assert places(connection, job_id) == ["wip"]
-    assert job.is_ours()
-    finish(job, RESULT)
-    assert places(connection, job_id) == ["finished"]
-    assert Job.fetch(job_id, connection, JSONSerializer).return_value() == RESULT
-    assert not list(connection.scan_iter("rq:execution*"))
-
-
 DAY_S, YEAR_S = 86_400, 366 * 86_400
 
 
@@ -58,15 +45,6 @@ def test_a_job_lives_as_long_as_its_result_and_some_time_more(plain, queue, resu
     plain.enqueue(TASK_PATH, request={"agent_id": "a", "prompt": "x"}, result_ttl=result_ttl)
     (job,) = claim(queue)
     assert at_least_s + 1800 <= job.lives_s <= at_least_s + 2 * 3600
-
-
-def test_finishing_twice_after_a_lost_reply_leaves_one_result(connection, producer, queue):
-    (job_id,) = submit(producer, "a")
-    (job,) = claim(queue)
-    finish(job, RESULT)
-    with pytest.raises(OwnershipLost):
-        finish(job, RESULT)
-    assert connection.xlen(f"rq:results:{job_id}") == 1
 
 
 @pytest.mark.parametrize("successor_left", [False, True])
@@ -244,30 +222,6 @@ def test_a_job_that_could_not_be_given_back_is_recovered(connection, producer, q
     assert places(connection, job_id) == ["generate"]
 
 
-def test_jobs_given_back_are_in_front_in_their_order_and_cost_no_attempt(connection, producer, queue):
-    ids = submit(producer, "a", "b", "c")
-    jobs = claim(queue, limit=2)
-    give_back(jobs, counts_as_attempt=False)
-    assert [job_id.decode() for job_id in connection.lrange("rq:queue:generate", 0, -1)] == ids
-    assert [job.attempt for job in claim(queue)] == [1, 1, 1]
-
-
-def test_jobs_are_numbered_as_they_are_claimed_whatever_the_clock_does(producer, queue, monkeypatch):
-    ids = submit(producer, "a", "b", "c")
-    times = iter(range(10**6, 0, -1))
-    monkeypatch.setattr("time.time", lambda: float(next(times)))
-    jobs = claim(queue, limit=2) + claim(queue)
-    assert [job.job_id for job in sorted(jobs, key=lambda job: job.claim_number)] == ids
-
-
-def test_jobs_given_back_are_counted(connection, producer, queue):
-    submit(producer, "a", "b")
-    jobs = claim(queue)
-    assert give_back(jobs[:1], counts_as_attempt=False) == 1
-    taken_over(connection)
-    assert give_back(jobs[1:], counts_as_attempt=False) == 0
-
-
 def test_a_failed_job_that_an_operator_requeues_starts_over(connection, producer, queue):
     (job_id,) = submit(producer, "a")
     connection.hset(f"rq:job:{job_id}", FIELD_ATTEMPTS, 3)
@@ -407,15 +361,6 @@ def test_an_agents_job_in_a_higher_queue_goes_first_and_its_other_job_waits(redi
         assert [job.job_id for job in claim(opened.rq_queue)] == [urgent.job_id]
 
 
-def test_a_job_that_is_retried_at_once_runs_before_its_agents_next_job(plain, queue):
-    request = {"agent_id": "a", "prompt": "x"}
-    first, second = (plain.enqueue(TASK_PATH, request=request, retry=Retry(max=1)).id for _ in range(2))
-    for job_id in (first, first, second):
-        (job,) = claim(queue)
-        assert job.job_id == job_id
-        fail(job, GenerationTimedOut("late"))
-
-
 def test_a_failed_turn_does_not_hold_up_the_next(plain, queue):
     request = {"agent_id": "a", "prompt": "x", "context": "append"}
     first, second = (plain.enqueue(TASK_PATH, request=request, retry=Retry(max=1, interval=60)).id for _ in range(2))
@@ -423,16 +368,6 @@ def test_a_failed_turn_does_not_hold_up_the_next(plain, queue):
     assert job.job_id == first
     fail(job, GenerationTimedOut("late"))
     assert [job.job_id for job in claim(queue)] == [second]
-
-
-def test_a_job_that_was_canceled_just_before_its_end_stays_canceled(connection, producer, queue):
-    (job_id,) = submit(producer, "a")
-    (job,) = claim(queue)
-    Job.fetch(job_id, connection, JSONSerializer).cancel()
-    with pytest.raises(OwnershipLost):
-        finish(job, RESULT)
-    assert connection.hget(f"rq:job:{job_id}", "status") == b"canceled"
-    assert "finished" not in places(connection, job_id)
 
 
 def test_a_claim_in_doubt_is_put_back_also_if_the_lease_expired_meanwhile(connection, producer, queue):
@@ -516,17 +451,6 @@ def test_a_heartbeat_does_not_restore_the_hash_of_a_deleted_running_job(connecti
     assert not connection.exists(f"rq:job:{job_id}")
 
 
-def test_a_heartbeat_registers_the_worker_again_after_the_server_lost_it(connection, queue):
-    connection.delete(queue._registration.key, "rq:workers", "rq:workers:generate")
-    connection.hincrby(queue._registration.key, "successful_job_count", 1)
-    queue.beat()
-    (shown,) = WorkerOfRq.all(connection)
-    assert shown.name == queue._registration.name
-    assert shown.birth_date is not None
-    assert connection.smembers("rq:workers:generate") == {queue._registration.key.encode()}
-    assert connection.ttl(queue._registration.key) > 0
-
-
 def test_a_heartbeat_into_an_expired_registration_does_not_stay_forever(connection, queue):
     connection.delete(queue._registration.key)
     queue.beat()
@@ -552,18 +476,6 @@ def test_a_deposed_worker_does_not_change_the_next_workers_counts(connection, pr
     drop(job) if let_go == "drop" else give_back([job], counts_as_attempt=False)
     assert connection.hget(f"rq:job:{job_id}", FIELD_ATTEMPTS) == b"1"
     assert places(connection, job_id) == ["generate"]
-
-
-@pytest.mark.parametrize("retry", [None, Retry(max=1), Retry(max=1, interval=1)])
-def test_a_deposed_worker_fails_nothing(connection, plain, queue, retry):
-    plain.enqueue(TASK_PATH, request={"agent_id": "a", "prompt": "x"}, job_id="job", retry=retry)
-    (job,) = claim(queue)
-    taken_over(connection)
-    with pytest.raises(OwnershipLost):
-        fail(job, ValueError("late"))
-    assert places(connection, "job") == ["wip"]
-    assert connection.hget("rq:job:job", "status") == b"started"
-    assert not connection.exists("rq:results:job")
 
 
 def test_dependents_that_cannot_be_read_prevent_no_end(connection, queue, producer):

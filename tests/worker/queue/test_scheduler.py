@@ -75,18 +75,6 @@ def test_thousands_of_due_jobs_are_enqueued_in_steps_without_a_pause(connection,
     assert not connection.zcard("rq:scheduled:generate")
 
 
-def test_a_retry_with_an_interval_waits_in_the_scheduled_registry_and_comes_back(connection, plain, queue):
-    job_id = plain.enqueue(TASK_PATH, request=REQUEST, retry=Retry(max=1, interval=60)).id
-    (job,) = queue.claim(8, Busy())
-    fail(job, EngineFailed("may pass"))
-    assert places(connection, job_id) == ["scheduled"]
-    make_due(connection, job_id)
-    queue.tidy()
-    (job,) = queue.claim(8, Busy())
-    fail(job, EngineFailed("did not pass"))
-    assert places(connection, job_id) == ["failed"]
-
-
 @pytest.mark.parametrize(("at_front", "order"), [(True, ["retried", "other"]), (False, ["other", "retried"])])
 def test_a_retry_goes_to_the_front_if_its_producer_asked_for_it(connection, plain, queue, at_front, order):
     retry = Retry(max=1, interval=60, enqueue_at_front=at_front)

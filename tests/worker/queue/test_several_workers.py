@@ -9,7 +9,7 @@ from tests.worker.queue.ends import finish, give_back
 from tests.worker.queue.looking import places
 from tests.worker.queue.members import TTL_S, claim, claim_within, die, ids, impatient, recovered, run
 
-from stoker_shared.errors import OwnershipLost, QueueHeld
+from stoker_shared.errors import OwnershipLost
 from stoker_shared.wire import FENCE_KEY, LEASE_KEY, MEMBERS_KEY, TASK_PATH
 from stoker_worker.ports import Busy
 
@@ -30,13 +30,6 @@ def test_an_agent_in_flight_is_claimed_by_nobody_else_whichever_queue_its_next_j
     assert ids(claim_within(b)) == [last]
 
 
-def test_jobs_without_an_agent_are_anybodys(join, submit):
-    a, b = join("a"), join("b")
-    one, two = submit(None, None)
-    assert ids(claim(a, limit=1)) == [one]
-    assert ids(claim(b, limit=1)) == [two]
-
-
 def test_jobs_that_others_took_are_not_looked_for_and_the_queue_is_not_read_anew(join, submit, monkeypatch):
     a, b = join("a"), join("b")
     submit(*(f"agent {n}" for n in range(300)))
@@ -52,12 +45,6 @@ def test_jobs_that_others_took_are_not_looked_for_and_the_queue_is_not_read_anew
     while new not in (found := ids(claim(b))):
         assert found
         run(b.in_flight())
-
-
-def test_a_second_worker_of_the_same_name_is_refused_and_names_the_first(join):
-    join("a")
-    with pytest.raises(QueueHeld, match=r"the name 'a' is held by worker stoker-a-"):
-        join("a")
 
 
 def test_a_dead_workers_jobs_go_on_elsewhere_in_order_and_before_its_agents_later_jobs(connection, join, submit):
@@ -161,18 +148,6 @@ def test_a_worker_whose_lease_had_run_out_for_a_moment_is_seen_to_drain_all_the_
     a.leave()
     b._members.look()
     assert b._members.others["a"].is_leaving
-
-
-def test_one_worker_of_several_has_the_duties_of_a_queue(join):
-    b, a = join("b", queues="generate,low"), join("a")
-    for queue in (a, b):
-        queue.claim(0, Busy())
-        queue._members.look()
-    assert a._members.duties() == ["generate"]
-    assert b._members.duties() == ["low"]
-    a.sign_off()
-    b._members.look()
-    assert b._members.duties() == ["generate", "low"]
 
 
 def test_a_new_agent_whose_job_was_given_back_unseen_keeps_its_order(join, submit, monkeypatch):
