@@ -21,7 +21,7 @@ from tests.support.store_reader import Kept, StoreReader
 from stoker_shared.request import request_digest
 from stoker_worker.memory.transcripts import delivery_key
 from stoker_worker.ports import Delivery as PortDelivery
-from stoker_worker.queue.rq_queue import EXECUTION_TTL_S
+from stoker_worker.queue.registration import EXECUTION_TTL_S
 
 REGISTRIES = ("wip", "finished", "failed", "canceled", "scheduled", "deferred", "ready")
 SUCCESSFUL = b"1"

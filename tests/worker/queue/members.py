@@ -22,7 +22,6 @@ def registration(connection: Redis) -> RqRegistration:
         connection,
         name="stoker-me-00000000",
         worker_ttl_s=60,
-        execution_ttl_s=600,
         heartbeat_s=1,
         in_flight=JobsInFlight(),
     )

@@ -65,7 +65,7 @@ from stoker_worker.queue.end import FOREIGN_ID, JobFinish, RqClaimedJob, is_the_
 from stoker_worker.queue.in_flight import JobsInFlight
 from stoker_worker.queue.json_job import MOST_BYTES, READ_FIELDS, JobRun, JsonJob, fields_in, is_rqs, raw
 from stoker_worker.queue.lease import Lease, Members
-from stoker_worker.queue.registration import RqRegistration, member_of
+from stoker_worker.queue.registration import EXECUTION_TTL_S, RqRegistration, member_of
 from stoker_worker.queue.waiting import Aside, QueueView
 
 log = logging.getLogger(__name__)
@@ -299,9 +299,8 @@ def _about(
     executions = ExecutionRegistry("", connection=registration.connection).key
     execution = Execution("", "", connection=registration.connection).key.removesuffix(":")
     started, scheduled, deferred, canceled = keys(queue_name, (StartedJobRegistry, *_WAITS, CanceledJobRegistry))
-    ttl_s = registration.execution_ttl_s
     return {
-        **{"queue": queue_name, "member": lease.member, "worker": registration.name, "ttl": ttl_s},
+        **{"queue": queue_name, "member": lease.member, "worker": registration.name, "ttl": EXECUTION_TTL_S},
         **{"started": started, "scheduled": scheduled, "deferred": deferred, "canceled": canceled},
         **{"held": [*placement.held.values()], "last": [*placement.last.values()], "members": MEMBERS_KEY},
         **{"is_shared": bool(lease.shared), "taken": TAKEN_KEY.format(queue=queue_name)},

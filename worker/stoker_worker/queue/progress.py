@@ -29,10 +29,9 @@ TTL_S: Final = 3600
 
 ENDED_TTL_S: Final = 60
 MAX_TEXT_BYTES: Final = 2**20
-"""A longer text is not streamed to its end: the rest comes with the result. The stream takes twice that at most."""
+"""A longer text is not streamed to its end: the rest comes with the result."""
 
 MAX_ENTRIES: Final = 256
-_LEAST_WHOLE_BYTES: Final = 4096
 
 _KEYS: Final = frozenset({"stage", "tokens", "tokens_per_s"})
 _MAX_BYTES: Final = 16_384  # it is read and written whole
@@ -108,37 +107,24 @@ class _Stream:
 
     Attributes:
         told: characters that it holds; -1 while it is not begun, or its contents are in doubt.
-        whole_bytes: size of its first entry, the only one with all text up to there.
         is_refused: the server takes nothing for this key, which may hold something else.
     """
 
     run: JobRun
     told: int = -1
-    whole_bytes: int = 0
-    more_bytes: int = 0
     entries: int = 0
     is_refused: bool = False
 
     def next_entry(self, text: str) -> tuple[str, str] | None:
-        """Kind and text; ``None`` when there is nothing new.
-
-        The whole text is written again only after as much was added to it, or after very many entries.
-        """
-        if self.told < 0:
-            return "whole", text
+        """Kind and text; ``None`` when there is nothing new. After many entries, the whole text takes their place."""
         if len(text) <= self.told:
             return None
-        if self.more_bytes > max(_LEAST_WHOLE_BYTES, self.whole_bytes) or self.entries >= MAX_ENTRIES:
+        if self.told < 0 or self.entries >= MAX_ENTRIES:
             return "whole", text
         return "more", text[self.told :]
 
-    def has(self, kind: str, text: str, told: int) -> None:
-        size = len(text.encode())
-        if kind == "whole":
-            self.whole_bytes, self.more_bytes, self.entries = size, 0, 1
-        else:
-            self.more_bytes += size
-            self.entries += 1
+    def has(self, kind: str, told: int) -> None:
+        self.entries = 1 if kind == "whole" else self.entries + 1
         self.told = told
 
 
@@ -180,7 +166,7 @@ class JobStreams:
             log.warning("job %s cannot be read along: %s", job.id, error)
             return
         if written == 1:
-            stream.has(*entry, len(text))
+            stream.has(entry[0], len(text))
         elif written == 0:  # the job has ended or was taken away
             stream.told = told
 

@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 
 NAME_PREFIX = "stoker-"
 _SUFFIX: Final = re.compile(r"-[0-9a-f]{8}$")
+EXECUTION_TTL_S: Final = 7 * 86_400
+"""How long RQ's own tools leave a started job alone: longer than a Mac sleeps. Recovery does not wait for it."""
+
 _LAST_WAIT_S: Final = 2.0  # longer than a try to connect that `shut_down` has shortened
 
 
@@ -64,15 +67,12 @@ class RqRegistration(BaseWorker):
         *,
         name: str,
         worker_ttl_s: float,
-        execution_ttl_s: int,
         heartbeat_s: float,
         in_flight: JobsInFlight[Any],
     ) -> None:
         """
         Args:
             worker_ttl_s: how long this worker is shown after its last heartbeat.
-            execution_ttl_s: until RQ's own tools may take an execution for abandoned: far longer than our own recovery
-                needs.
         """
         self._is_unsubscribing = threading.Event()
         self.in_flight = in_flight
@@ -90,7 +90,6 @@ class RqRegistration(BaseWorker):
         self.figures: Callable[[], Mapping[str, Any]] = dict  # no I/O: it runs in the heartbeat
         self._ttl_ms = max(1, int(worker_ttl_s * 1000))
         self._process = ProcessIdentity.of_this_process()
-        self.execution_ttl_s = execution_ttl_s
         self._beat_script = connection.register_script(lua("beat"))
         self.log = logging.getLogger("stoker_worker.rq")
         self.on_shutdown: Callable[[], None] | None = None
@@ -149,7 +148,7 @@ class RqRegistration(BaseWorker):
         """RQ's `Execution.heartbeat`, for an execution that still exists. `connection`: as for `beat`."""
         execution, moment = run.execution, now()
         execution.last_heartbeat = run.job.last_heartbeat = moment
-        args: list[str | int | float] = [execution.id, execution.composite_key, self.execution_ttl_s]
+        args: list[str | int | float] = [execution.id, execution.composite_key, EXECUTION_TTL_S]
         self._beat_script(keys=run.keys, args=[*args, moment.timestamp(), utcformat(moment)], client=connection)
 
     def _presence(self) -> dict[str, Any]:

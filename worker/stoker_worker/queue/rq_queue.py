@@ -62,7 +62,6 @@ class RqQueue(QueuePort):
         registration: RqRegistration,
         lease: Lease,
         beating: Redis,
-        in_flight: JobsInFlight[RqClaimedJob],
         is_at_hand: Callable[[str], bool],
         patience_s: float,
     ) -> None:
@@ -76,7 +75,7 @@ class RqQueue(QueuePort):
         self._beating = beating
         self._lease = lease
         self._queues = queues = registration.queue_names()
-        self._in_flight = in_flight
+        self._in_flight: JobsInFlight[RqClaimedJob] = registration.in_flight
         placement = Placement(connection, queues if lease.shared else (), worker_name=registration.name)
         self._members = members = Members(connection, lease, ttl_s=lease.ttl_s)
         self._ownership = Ownership(connection, lease)
@@ -91,7 +90,7 @@ class RqQueue(QueuePort):
             )
             for name in queues
         }
-        self._claim_order = ClaimOrder(claimers, members, self._job_start, in_flight)
+        self._claim_order = ClaimOrder(claimers, members, self._job_start, self._in_flight)
         self._to_announce: Serving | None = None
         self._in_doubt = False
 
@@ -228,12 +227,15 @@ class RqQueue(QueuePort):
         """Give up the scheduler's locks and the lease, and wait no longer than a second for each call from here on:
         what the server does not do now runs out by itself. Main thread, after all others."""
         shorten(self._connection.connection_pool, 1.0)
-        self._housekeeping.scheduler.sign_off()
-        self._registration.register_death()
-        if self._in_doubt or self._in_flight or self._lease.former_queues:
-            self._lease.release()  # whoever has the name next, or another member, puts these jobs back
-        else:
-            self._lease.leave()
+        try:
+            self._housekeeping.scheduler.sign_off()
+            self._registration.register_death()
+            if self._in_doubt or self._in_flight or self._lease.former_queues:
+                self._lease.release()  # whoever has the name next, or another member, puts these jobs back
+            else:
+                self._lease.leave()
+        except RedisError as error:  # the server is gone; the lease expires by itself
+            log.warning("not signed off: %s", type(error).__name__)
 
     def _is_withdrawn(self, job: RqClaimedJob, still_runs: bool) -> bool:
         if self._in_flight.is_to_stop(job.job_id):
@@ -247,9 +249,6 @@ class RqQueue(QueuePort):
         if self._lease.announce({"model": serving.model, "loading": False}):
             self._to_announce = None
 
-
-EXECUTION_TTL_S: Final = 7 * 86_400
-"""How long RQ's own tools leave a started job alone: longer than a Mac sleeps. Recovery does not wait for it."""
 
 _LOOK_TIMEOUT_S: Final = 1.0  # a health check has to be answered soon
 
@@ -281,9 +280,8 @@ def open_queue(
     with ExitStack() as closing:
         connection = connect(redis_url, wait=settings.standby)
         closing.callback(connection.close)
-        in_flight = JobsInFlight[RqClaimedJob]()
         with as_redis_unavailable():
-            lease, registration = _new_member(settings, connection, in_flight, store, model)
+            lease, registration = _new_member(settings, connection, store, model)
         closing.callback(registration.unsubscribe)
         _take_over(redis_url, lease, registration, standby=settings.standby)
         log.info("worker %s holds %s, as %s", registration.name, settings.queues, lease.member)
@@ -295,11 +293,10 @@ def open_queue(
             registration=registration,
             lease=lease,
             beating=beating,
-            in_flight=in_flight,
             is_at_hand=store.is_at_hand,
             patience_s=settings.patience_s,
         )
-        closing.callback(_sign_off, rq_queue)
+        closing.callback(rq_queue.sign_off)
         depths = QueueDepths(client_of(redis_url, timeout_s=_LOOK_TIMEOUT_S), settings.queue_names)
         closing.callback(depths.close)
         yield OpenQueue(registration, rq_queue, depths)
@@ -310,23 +307,16 @@ def usual_name() -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64] or "worker"
 
 
-def _sign_off(rq_queue: RqQueue) -> None:
-    try:
-        rq_queue.sign_off()
-    except RedisError as error:  # the server is gone; the lease expires by itself
-        log.warning("not signed off: %s", type(error).__name__)
-
-
 def _new_member(
-    settings: WorkerSettings, connection: Redis, in_flight: JobsInFlight[RqClaimedJob], store: OwnStore, model: str
+    settings: WorkerSettings, connection: Redis, store: OwnStore, model: str
 ) -> tuple[Lease, RqRegistration]:
+    in_flight = JobsInFlight[RqClaimedJob]()
     member = settings.name or store.name or usual_name()
     registration = RqRegistration(
         settings.queue_names,
         connection,
         name=new_worker_name(member),
         worker_ttl_s=settings.lease_ttl_s,
-        execution_ttl_s=EXECUTION_TTL_S,
         heartbeat_s=settings.heartbeat_s,
         in_flight=in_flight,
     )
