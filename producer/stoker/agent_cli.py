@@ -14,7 +14,6 @@ from click.decorators import FC
 from stoker.agents import Agents, JobsOfAgent
 from stoker.command_parts import agrees, json_option, open_producer, redis_option, show, status_text
 from stoker.producer import Producer
-from stoker.tables import duration
 from stoker.wait_line import shown_wait
 from stoker_shared.agents import AgentForgotten, AgentForked, AgentInfo, AgentResult, AgentRolledBack
 from stoker_shared.errors import AgentNotFound
@@ -132,18 +131,12 @@ def _result(
 
 
 def _words_of_jobs(left: JobsOfAgent, with_jobs: bool) -> str:
-    states = [name for name in ("waiting", "running", "finished", "failed", "canceled") if getattr(left, name)]
     words = f"removed {left.removed} of its jobs from Redis; " if with_jobs else ""
+    states = [f"{n} {name}" for name in ("waiting", "running", "ended") if (n := getattr(left, name))]
     if not states:
         return f"{words}Redis has no job of it{' any more' if with_jobs else ''}"
-    words += "Redis still has jobs of it: " + ", ".join(f"{getattr(left, name)} {name}" for name in states)
-    if left.in_batches:
-        words += f" ({left.in_batches} in batches)"
-    if left.kept_for_ever:
-        words += f"; {left.kept_for_ever} of them do not expire"
-    elif left.kept_s is not None:
-        words += f"; those that have ended expire within {duration(left.kept_s)}"
-    return words + ("; they are new, or being saved: repeat the command" if with_jobs else "; --jobs removes them")
+    then = "they are new, or being saved: repeat the command" if with_jobs else "--jobs removes them"
+    return f"{words}Redis still has jobs of it: {', '.join(states)}; {then}"
 
 
 def _words(done: AgentResult) -> str:

@@ -8,7 +8,7 @@ the oldest, because jobs that end meanwhile move to the other end. It holds one 
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, TypedDict, TypeVar, Unpack, get_args
+from typing import Any, Final, TypedDict, TypeVar, Unpack
 
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
@@ -32,7 +32,6 @@ from stoker.operations import Command, Commands, Operation, ask, run, run_async
 from stoker.submitting import enqueue
 from stoker.waiting import wait_for_end
 from stoker_shared.agents import (
-    AgentAction,
     AgentForgotten,
     AgentForked,
     AgentInfo,
@@ -42,7 +41,7 @@ from stoker_shared.agents import (
 )
 from stoker_shared.errors import JobNotFound
 from stoker_shared.job_data import MAX_DATA_BYTES, read_json, unpacked
-from stoker_shared.wire import FIELD_AGENT, FIELD_BATCH, REQUEST_KWARG, STREAM_KEY, TASK_PATH
+from stoker_shared.wire import REQUEST_KWARG, STREAM_KEY, TASK_PATH
 
 R = TypeVar("R", bound=AgentResult)
 
@@ -76,23 +75,11 @@ class ChangeOptions(LookOptions, total=False):
 
 @dataclass
 class JobsOfAgent:
-    """An agent's jobs of generation in Redis by state, without those that were removed.
-
-    Attributes:
-        in_batches: how many of them are lines of batches.
-        kept_s: seconds until the last of those that have ended expires; ``None`` if none has ended.
-        kept_for_ever: how many of those that have ended do not expire.
-        removed: how many were removed.
-    """
+    """An agent's jobs of generation in Redis by state, without those that were `removed`."""
 
     waiting: int = 0
     running: int = 0
-    finished: int = 0
-    failed: int = 0
-    canceled: int = 0
-    in_batches: int = 0
-    kept_s: int | None = None
-    kept_for_ever: int = 0
+    ended: int = 0
     removed: int = 0
 
 
@@ -211,9 +198,9 @@ _PLACES: Final[tuple[tuple[str, Any, tuple[str, ...]], ...]] = (
     ("waiting", ScheduledJobRegistry, (JobStatus.SCHEDULED.value,)),
     ("waiting", DeferredJobRegistry, (JobStatus.DEFERRED.value,)),
     ("running", StartedJobRegistry, (JobStatus.STARTED.value,)),
-    ("finished", FinishedJobRegistry, (JobStatus.FINISHED.value,)),
-    ("failed", FailedJobRegistry, (JobStatus.FAILED.value, JobStatus.STOPPED.value)),
-    ("canceled", CanceledJobRegistry, (JobStatus.CANCELED.value,)),
+    ("ended", FinishedJobRegistry, (JobStatus.FINISHED.value,)),
+    ("ended", FailedJobRegistry, (JobStatus.FAILED.value, JobStatus.STOPPED.value)),
+    ("ended", CanceledJobRegistry, (JobStatus.CANCELED.value,)),
 )
 
 
@@ -234,7 +221,7 @@ def jobs_of_agent(agent_id: str, *, remove: bool = False) -> Operation[JobsOfAge
                     if remove and (yield from _remove(job_id, queue)):
                         n_removed += 1
                     else:
-                        yield from _count(found, job_id, state)
+                        setattr(found, state, getattr(found, state) + 1)
                 found.removed += n_removed
                 n_kept += len(page) - n_removed
     return found
@@ -252,34 +239,15 @@ def _page(queue: str, registry: Any, n_kept: int) -> Operation[list[str]]:
 
 def _of_agent(agent_id: str, job_ids: list[str], statuses: tuple[str, ...]) -> Operation[list[str]]:
     """The agent's jobs in one of these states. A job in another state is in another place, too, or gone."""
+    looks = [("HGET", Job.key_for(job_id), "status") for job_id in job_ids]
+    states = yield Commands(looks, errors_as_replies=True)  # another client's key may be of another type
     of_agent = []
-    fields = ("status", "created_at", FIELD_AGENT, "description")
-    commands = [("HMGET", Job.key_for(job_id), *fields) for job_id in job_ids]
-    for job_id, reply in zip(job_ids, (yield Commands(commands, errors_as_replies=True)), strict=True):
-        if isinstance(reply, Exception):
-            continue
-        status, *values = ((value or b"").decode(errors="replace") for value in reply)
-        if status in statuses:
-            names_it = _names(agent_id, *values)
-            if names_it is None:
-                names_it = _requests(agent_id, (yield from ask("HGET", Job.key_for(job_id), "data")) or b"")
-            if names_it:
+    for job_id, state in zip(job_ids, states, strict=True):
+        if isinstance(state, bytes) and state.decode(errors="replace") in statuses:
+            data = yield from ask("HGET", Job.key_for(job_id), "data")
+            if _requests(agent_id, data or b""):
                 of_agent.append(job_id)
     return of_agent
-
-
-def _names(agent_id: str, created_at: str, noted: str, description: str) -> bool | None:
-    """True if the job's other fields name the agent; ``None`` if only its request can tell."""
-    named = f"for agent {agent_id[:60]!r}"
-    if description in {f"{action} {named}" for action in get_args(AgentAction)}:
-        return False
-    stamp, _, rest = noted.partition(" ")
-    if not noted or stamp != created_at:  # another client's job, or its id was used again
-        return None
-    if " " in rest:
-        return rest.partition(" ")[2] == agent_id
-    # It does not use memory. If it names an agent all the same, its description has the beginning of the id.
-    return None if description.endswith(named) else False
 
 
 def _requests(agent_id: str, data: bytes) -> bool:
@@ -302,13 +270,3 @@ def _remove(job_id: str, queue: str) -> Operation[bool]:
     commands: list[Command] = [("DEL", key, *related, Result.get_key(job_id), STREAM_KEY.format(job_id=job_id))]
     yield Commands([*commands, *(("ZREM", registry_key(registry, queue), job_id) for registry in _ENDED)])
     return True
-
-
-def _count(found: JobsOfAgent, job_id: str, state: str) -> Operation[None]:
-    setattr(found, state, getattr(found, state) + 1)
-    key = Job.key_for(job_id)
-    batch, kept_ms = yield Commands([("HGET", key, FIELD_BATCH), ("PTTL", key)])
-    found.in_batches += batch is not None
-    if state not in ("waiting", "running"):
-        found.kept_for_ever += kept_ms == -1
-        found.kept_s = max(found.kept_s or 0, kept_ms // 1000)

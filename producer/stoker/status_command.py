@@ -1,9 +1,7 @@
 """`stoker status`, `ls` and `workers`: one job, everything at one moment, queues, workers. Only command-line texts."""
 
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Final
 
@@ -116,34 +114,15 @@ def status(redis_url: str, job_id: str | None, watch: bool, as_json: bool) -> No
 
 
 def _watch(producer: Producer) -> None:
-    with suppress(KeyboardInterrupt), _screen() as draw:
-        for text in _texts(producer):
-            draw(f"{text}\n\n{time.strftime('%H:%M:%S')}, each second; Ctrl-C ends\n")
-
-
-def _texts(producer: Producer) -> Iterator[str]:
-    while True:
-        try:
-            yield overview_text(producer.overview())
-        except QueueError as error:
-            yield printable(str(error), lines=True)
-        time.sleep(EVERY_S)
-
-
-@contextmanager
-def _screen() -> Iterator[Callable[[str], None]]:
-    """Draws a text over the one before, with rich; without rich or a terminal, below it."""
-    try:
-        from rich.live import Live
-        from rich.text import Text
-    except ModuleNotFoundError:  # it comes with the worker
-        yield click.echo
-        return
-    if not sys.stdout.isatty():
-        yield click.echo
-        return
-    with Live(auto_refresh=False, screen=True) as live:
-        yield lambda text: live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
+    with suppress(KeyboardInterrupt):
+        while True:
+            try:
+                text = overview_text(producer.overview())
+            except QueueError as error:
+                text = printable(str(error), lines=True)
+            click.clear()  # of a terminal; elsewhere one text comes below the other
+            click.echo(f"{text}\n\n{time.strftime('%H:%M:%S')}, each second; Ctrl-C ends\n")
+            time.sleep(EVERY_S)
 
 
 def overview_text(now: Overview) -> str:

@@ -1,4 +1,5 @@
-"""`stoker submit`: an option for every field of a request and for the job's options in RQ. Only command-line texts.
+"""`stoker submit`: options for the usual fields of a request, `--set` for the others, and the job's options in RQ. Only
+command-line texts.
 
 The input is options over a JSON file over stdin; the request is validated elsewhere.
 """
@@ -20,7 +21,7 @@ from stoker.command_parts import (
 )
 from stoker_shared.check import Check
 from stoker_shared.help_layout import LaidOutCommand, examples, options_under
-from stoker_shared.request import build_request
+from stoker_shared.request import GenerationRequest, build_request
 
 _INPUTS = ("prompt", "message", "prompt_file", "messages_file")
 _INPUT_FIELDS = ("prompt", "prompt_token_ids", "messages")
@@ -29,14 +30,14 @@ _OF_SCHEMAS = {
     *("allOf", "anyOf", "oneOf", "not", "if", "$ref"),
 }
 """Words of which a JSON Schema has at least one at its top, as a rule."""
-_FILES = ("json_file", "prompt_file", "messages_file", "tools_file", "schema_file", "guide_lark_file", "check_file")
+_FILES = ("json_file", "prompt_file", "messages_file", "tools_file", "schema_file", "check_file")
 
 
 def request_fields(options: dict[str, Any]) -> dict[str, Any]:
     """The request's fields: those that were given as options, and the others from the file.
 
     Args:
-        options: by name, ``None`` if not given; files are read, and the `guide_` options become one field.
+        options: by name, ``None`` if not given; files are read.
 
     Raises:
         click.UsageError: two inputs or none, or a file with the wrong content.
@@ -46,6 +47,7 @@ def request_fields(options: dict[str, Any]) -> dict[str, Any]:
     if sum(file is sys.stdin or _name(file) == "<stdin>" for file in files) > 1:
         raise click.UsageError("stdin is read once: give - to one option only")
     fields = _json(given.pop("json_file"), dict, "one request as a JSON object") if "json_file" in given else {}
+    fields |= given.pop("further", {})
     inputs = {name: given.pop(name) for name in _INPUTS if name in given}
     if len(inputs) > 1:
         raise click.UsageError("give only one of --prompt, --prompt-file, --message and --messages-file")
@@ -58,7 +60,10 @@ def request_fields(options: dict[str, Any]) -> dict[str, Any]:
         fields["tools"] = _json(given.pop("tools_file"), list, "a JSON list of tools")
     if "check_file" in given:
         fields["check"] = read_check(given.pop("check_file"))
-    return fields | _form_fields(given) | given
+    if "schema_file" in given:
+        schema = _json(given.pop("schema_file"), dict, "a JSON Schema as a JSON object")
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    return fields | given
 
 
 def read_check(file: IO[str]) -> dict[str, Any]:
@@ -78,20 +83,6 @@ def read_check(file: IO[str]) -> dict[str, Any]:
             f" with {', '.join(sorted(_OF_SCHEMAS))}; a check takes any other schema as its json_schema"
         )
     return {"json_schema": value}
-
-
-def _form_fields(given: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the answer's form; their options are taken out of `given`."""
-    fields: dict[str, Any] = {}
-    if "schema_file" in given:
-        if "response_format" in given:
-            raise click.UsageError("give only one of --response-format and --schema-file")
-        schema = _json(given.pop("schema_file"), dict, "a JSON Schema as a JSON object")
-        fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-    guide = {name: given.pop(f"guide_{name}") for name in ("regex", "choice") if f"guide_{name}" in given}
-    if "guide_lark_file" in given:
-        guide["lark"] = _read(given.pop("guide_lark_file"))
-    return fields | ({"guide": guide} if guide else {})
 
 
 def _chosen_input(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -148,8 +139,7 @@ _text_file = click.File("r", encoding="utf-8")
 _input = options_under("Input: one of these, else stdin")
 _memory = options_under("Agent")
 _sampling = options_under("Generation")
-_form = options_under("Form of the answer")
-_template = options_under("Chat template")
+_form = options_under("Tools, and form of the answer")
 _checked = options_under("Models and checks")
 _job = options_under("Job")
 _output = options_under("Output")
@@ -159,45 +149,23 @@ JOB_OPTIONS = (
 )  # fmt: skip
 
 
-def _as_object(context: click.Context, parameter: click.Parameter, text: str | None) -> dict[str, Any] | None:
-    try:
-        value = json.loads(text) if text is not None else None
-    except (ValueError, RecursionError):
-        value = text
-    if text is not None and not isinstance(value, dict):
-        raise click.BadParameter("expected a JSON object", context, parameter)
-    return value
-
-
 def _as_models(context: click.Context, parameter: click.Parameter, names: str | None) -> Any:
     return names.split(",") if names not in (None, "auto") else names
 
 
-def _as_map(context: click.Context, parameter: click.Parameter, pairs: tuple[str, ...]) -> dict[str, str] | None:
-    fields: dict[str, str] = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals or not key or key in fields:
-            raise click.BadParameter(f"expected KEY=VALUE, each key once, not {pair!r}", context, parameter)
-        fields[key] = value
+def _as_fields(context: click.Context, parameter: click.Parameter, pairs: tuple[str, ...]) -> dict[str, Any] | None:
+    """What is no JSON is a text."""
+    fields: dict[str, Any] = {}
+    for name, equals, value in (pair.partition("=") for pair in pairs):
+        if not equals or name not in GenerationRequest.model_fields:
+            raise click.BadParameter(
+                f"expected a field of a request, = and its value, not {name!r}", context, parameter
+            )
+        try:
+            fields[name] = json.loads(value)
+        except (ValueError, RecursionError):
+            fields[name] = value
     return fields or None
-
-
-def _as_biases(context: click.Context, parameter: click.Parameter, pairs: tuple[str, ...]) -> dict[str, float] | None:
-    try:
-        return {key: float(bias) for key, bias in (_as_map(context, parameter, pairs) or {}).items()} or None
-    except ValueError:
-        raise click.BadParameter("expected ID=NUMBER", context, parameter) from None
-
-
-def _as_tool_choice(context: click.Context, parameter: click.Parameter, value: str | None) -> Any:
-    if value in (None, "auto", "none", "required"):
-        return value
-    return {"type": "function", "function": {"name": value}}
-
-
-def _as_response_format(context: click.Context, parameter: click.Parameter, value: str | None) -> Any:
-    return {"type": value} if value in ("text", "json_object") else _as_object(context, parameter, value)
 
 
 @click.command(
@@ -225,50 +193,17 @@ def _as_response_format(context: click.Context, parameter: click.Parameter, valu
 @_memory("--must-exist", is_flag=True, default=None, help="With append: fail if there is no such agent.")
 @_memory("--cache", type=click.Choice(["readwrite", "read", "off"]),
          help="read: use the memory without changing it; off: do not use it.  [readwrite]")  # fmt: skip
-@_memory("--cache-salt", metavar="TEXT", help="Share cached prefixes only with jobs of this salt.")
 @_sampling("--max-tokens", type=int, metavar="N", help="Most tokens to generate.  [256]")
-@_sampling("--fit-max-tokens", is_flag=True, default=None, help="Lower --max-tokens to what fits behind the prompt.")
-@_sampling("--min-tokens", type=int, metavar="N", help="Nothing ends the answer before so many tokens.")
 @_sampling("--temperature", type=float, metavar="X", help="0: always take the likeliest token.  [0.0]")
 @_sampling("--top-p", type=float, metavar="X", help="Sample from the likeliest tokens of this total probability.")
 @_sampling("--top-k", type=int, metavar="N", help="Sample from the N likeliest tokens.")
-@_sampling("--min-p", type=float, metavar="X", help="Skip tokens less likely than X times the likeliest one.")
 @_sampling("--seed", type=int, metavar="N", help="The same seed samples the same text, as far as batching allows.")
 @_sampling("--stop", multiple=True, metavar="TEXT", help="Text that ends the generation; repeatable.")
-@_sampling("--stop-token-id", "stop_token_ids", type=int, multiple=True, metavar="ID",
-           help="Token that ends the generation; repeatable.")  # fmt: skip
-@_sampling(
-    "--ignore-eos", is_flag=True, default=None, help="The model's end-of-sequence token does not end the answer."
-)
-@_sampling("--repetition-penalty", type=float, metavar="X", help="Above 1: tokens used before become less likely.")
-@_sampling("--presence-penalty", type=float, metavar="X",
-           help="-2 to 2; above 0: tokens that the answer has become less likely.")  # fmt: skip
-@_sampling("--frequency-penalty", type=float, metavar="X",
-           help="-2 to 2; above 0: the more often the answer has a token, the less likely it becomes.")  # fmt: skip
-@_sampling("--logit-bias", multiple=True, metavar="ID=X", callback=_as_biases,
-           help="Added to a token's logit, -100 to 100; repeatable.")  # fmt: skip
-@_sampling("--n", type=int, metavar="N", help="So many answers; not for a turn that an agent remembers.")
-@_sampling("--logprobs", is_flag=True, default=None, help="Put each token's log-probability into the result.")
-@_sampling("--top-logprobs", type=int, metavar="N", help="With --logprobs: also those of the N likeliest tokens.")
-@_sampling("--prompt-logprobs", type=int, metavar="N",
-           help="Also the prompt's log-probabilities, with those of the N likeliest tokens.")  # fmt: skip
-@_sampling("--prompt-logprobs-start", type=int, metavar="N", help="From the prompt's Nth token on, counted from 0.")
-@_sampling("--return-prompt", is_flag=True, default=None, help="Put the prompt's text and token ids into the result.")
 @_sampling("--max-reasoning-tokens", type=int, metavar="N", help="Most tokens of thinking.")
-@_form("--response-format", metavar="FORM", callback=_as_response_format,
-       help="json_object, text, or OpenAI's response_format as a JSON object.")  # fmt: skip
+@_sampling("--set", "further", metavar="FIELD=JSON", multiple=True, callback=_as_fields,
+           help="Any field of the request (docs/request.md), as --set n=3; repeatable.")  # fmt: skip
 @_form("--schema-file", type=_text_file, metavar="FILE", help="A JSON Schema that the answer follows; - reads stdin.")
-@_form("--guide-regex", metavar="REGEX", help="The whole answer matches it.")
-@_form("--guide-choice", multiple=True, metavar="TEXT", help="The answer is one of these; repeatable.")
-@_form("--guide-lark-file", type=_text_file, metavar="FILE",
-       help="A Lark grammar that the answer follows; - reads stdin.")  # fmt: skip
-@_template("--tools-file", type=_text_file, metavar="FILE", help="A JSON list of tools; - reads stdin.")
-@_template("--tool-choice", metavar="CHOICE", callback=_as_tool_choice,
-           help="auto, none, required, or the name of the tool to call.")  # fmt: skip
-@_template("--parallel-tool-calls/--no-parallel-tool-calls", default=None, help="More than one call, or at most one.")
-@_template(
-    "--chat-template-kwargs", metavar="JSON", callback=_as_object, help="""For example '{"enable_thinking": false}'."""
-)
+@_form("--tools-file", type=_text_file, metavar="FILE", help="A JSON list of tools; - reads stdin.")
 @_job("--model", metavar="NAME", help="Only a worker that has loaded this model runs the job.")
 @_checked("--models", metavar="NAMES", callback=_as_models,
           help="Models to ask, the cheapest first, as a,b; or auto: all that are served.")  # fmt: skip
@@ -279,7 +214,6 @@ def _as_response_format(context: click.Context, parameter: click.Parameter, valu
 @_checked("--max-cost-s", type=float, metavar="S",
           help="Ask no further model if that would take more seconds in all.")  # fmt: skip
 @_checked("--task", metavar="CLASS", help="The class of tasks under which verdicts count.")
-@_job("--metadata", multiple=True, metavar="K=V", callback=_as_map, help="Returned with the result; repeatable.")
 @_job("--queue", metavar="NAME", help="RQ queue.  [generate]")
 @_job("--job-id", metavar="ID", help="Your own id: repeating the command makes no second job.")
 @_job("--job-timeout-s", type=int, metavar="S", help="Longest run, in seconds.  [3600]")

@@ -301,38 +301,14 @@ class Attempts:
         for attempt in attempts:
             self.models.setdefault(attempt.model, ModelPart()).add(attempt)
 
-    @property
-    def largest(self) -> str | None:
-        """The model whose tokens take the longest."""
-        known = {name: part.seconds / part.tokens for name, part in self.models.items() if part.tokens}
-        return max(known, key=lambda name: known[name]) if known else None
-
-    def alone(self, model: str) -> tuple[float, float]:
-        """Tokens and seconds that this model alone would have needed, by its mean attempt here."""
-        part = self.models[model]
-        return part.tokens / part.asked * self.n_lines, part.seconds / part.asked * self.n_lines
-
     def as_json(self) -> dict[str, Any]:
-        alone: dict[str, Any] | None = None
-        if (largest := self.largest) is not None:
-            tokens, seconds = self.alone(largest)
-            alone = {"model": largest, "tokens": round(tokens), "seconds": round(seconds, 3)}
-        return {
-            "models": {name: asdict(part) for name, part in self.models.items()},
-            "checked": self.n_lines,
-            "accepted": self.n_accepted,
-            "largest_alone": alone,
-        }
+        models = {name: asdict(part) for name, part in self.models.items()}
+        return {"models": models, "checked": self.n_lines, "accepted": self.n_accepted}
 
     def text(self) -> str:
         rows = [
             [name, f"{part.asked:,}", f"{part.accepted:,}", f"{part.tokens:,}", f"{part.seconds:,.1f}"]
             for name, part in self.models.items()
         ]
-        lines = [Table(["model", "asked", "accepted", "tokens", "seconds"], rows, range(1, 5)).text()]
-        lines.append(f"{self.n_accepted:,} of {self.n_lines:,} answers passed the check")
-        tokens, seconds = (sum(getattr(part, name) for part in self.models.values()) for name in ("tokens", "seconds"))
-        if (largest := self.largest) is not None and all(alone := self.alone(largest)):
-            share = f"{100 * seconds / alone[1]:.0f} % of the seconds and {100 * tokens / alone[0]:.0f} % of the tokens"
-            lines.append(f"{share} that {largest} alone would have needed, by its mean attempt here")
-        return "\n".join(lines)
+        table = Table(["model", "asked", "accepted", "tokens", "seconds"], rows, range(1, 5)).text()
+        return f"{table}\n{self.n_accepted:,} of {self.n_lines:,} answers passed the check"
