@@ -164,19 +164,6 @@ def test_an_agent_makes_room_only_for_one_whose_turn_is_sooner(opened: Opened) -
     assert in_ram(store, "abcdefg") == "bcdf"
 
 
-def test_of_the_waiting_agents_behind_the_next_the_one_needed_last_makes_room(opened: Opened) -> None:
-    say_all(opened(), "abcde")
-    store = opened(3 * ROOM)
-    store.order_by(lambda agent_id: (0, "debca".index(agent_id)))
-    store.read_ahead("abc")
-    settle(store)
-    store.pin(frozenset(), frozenset("abcde"))
-    for order, wanted in (("d", "bcd"), ("e", "bde")):
-        store.read_ahead(order)
-        settle(store)
-        assert in_ram(store, "abcde") == wanted
-
-
 def test_at_hand_is_what_needs_no_file_and_everything_while_ram_holds_nothing(opened: Opened) -> None:
     say_all(opened(), "abc")
     store = opened(2 * ROOM)

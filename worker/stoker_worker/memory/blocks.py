@@ -460,6 +460,13 @@ Places = Sequence[tuple[int, Path]]
 
 _CHECKPOINT: Final = "-checkpoint"
 
+BLOCK_FILE: Final = re.compile(r"([0-9a-f]{1,16})/([0-9a-f]{2})/(\2[0-9a-f]{62})(-checkpoint)?\.safetensors")
+"""Below ``STORE/blocks``: the beginning of the model's fingerprint, and the address of the block."""
+PIECE_FILE: Final = re.compile(
+    r"([0-9a-f]{2})/(\1[0-9a-f]{30})-([1-9][0-9]{0,15})-(?:tail|snapshot-([0-9]))\.safetensors"
+)
+"""Below ``STORE/pieces``: the first half of the SHA-256 of the agent's id, the version, and the snapshot's number."""
+
 
 def checkpoint_beside(block: Path) -> Path:
     """The file of the checkpoint after a block: at its end, or up to 255 tokens behind it."""

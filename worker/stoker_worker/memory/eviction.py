@@ -78,20 +78,15 @@ class Notes:
     def read(self, block: str) -> None:
         """A job without an agent used the blocks up to this address."""
         self._keep(("read", block), partial(cache_index.touch_block, address=block, used_at=time.time()))
-        self._write_if_many()
 
     def resumed(self, block: str) -> None:
         """A prompt went on from the checkpoint of the block of this address."""
-        # Each counts.
-        self._keep(
-            ("resumed", block, object()), partial(cache_index.touch_checkpoint, address=block, used_at=time.time())
-        )
-        self._write_if_many()
+        touch = partial(cache_index.touch_checkpoint, address=block, used_at=time.time())
+        self._keep(("resumed", block, object()), touch)  # each counts
 
     def ended(self, agent_id: str, delivery: bytes, until: float) -> None:
         """The answer to this delivery (its key) is needed until then (Unix time)."""
         self._keep(delivery, partial(transcripts.keep_answer, agent_id=agent_id, key=delivery, until=until))
-        self._write_if_many()
 
     def block_changed(self, path: Path) -> None:
         """The file of a block or of its checkpoint is gone, or not as long as its row has it."""
@@ -124,8 +119,6 @@ class Notes:
     def _keep(self, key: object, note: _Note) -> None:
         with self._lock:
             self._notes[key] = note
-
-    def _write_if_many(self) -> None:
         if len(self) >= _MOST_KEPT:
             self.write()
 

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from stoker_worker.memory.blocks import BlockChain
-from stoker_worker.ports import AgentVersion, Array, PlaceOf, SequenceCache
+from stoker_worker.ports import AgentVersion, Array, SequenceCache
 from stoker_worker.ports.cache_spec import ModelCacheSpec
 from stoker_worker.ports.memory import common_length
 
@@ -84,7 +84,6 @@ class RamCache:
 
     Attributes:
         max_bytes: 0 keeps nothing.
-        place_of: where in the queue a waiting agent is.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -93,7 +92,6 @@ class RamCache:
         self._entries: OrderedDict[str, RamCacheEntry] = OrderedDict()
         self._running: frozenset[str] = frozenset()
         self._waiting: frozenset[str] = frozenset()
-        self.place_of: PlaceOf = lambda agent_id: (0, 0)
         self._model: str | None = None
         self._expected: ExpectedEntry | None = None
         self._lock = threading.Lock()
@@ -188,12 +186,11 @@ class RamCache:
                 self._add(expected.agent_id, entry)
 
     def _less_urgent(self, expected: ExpectedEntry) -> Iterator[str]:
-        """The agents with an entry that is needed later than the expected one, the one needed last first."""
-        order, running, waiting = expected.order, self._running, self._waiting
+        """The agents whose entries are needed later than the expected one; those needed last first, as far as known."""
+        order, running = expected.order, self._running
         soon = set(order)
         others = [name for name in self._entries if name not in running and name not in soon]
-        yield from (name for name in others if name not in waiting)
-        yield from sorted((name for name in others if name in waiting), key=self.place_of, reverse=True)
+        yield from sorted(others, key=self._waiting.__contains__)
         behind = order[order.index(expected.agent_id) + 1 :]
         yield from (name for name in reversed(behind) if name in self._entries and name not in running)
 

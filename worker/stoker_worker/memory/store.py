@@ -70,8 +70,6 @@ class AgentCacheStore(CacheStorePort):
     Attributes:
         budget: the bytes on disk, and their limit.
         ram_cache: the caches in RAM, and their limit.
-        agent_jobs: carries out jobs about an agent's memory.
-        in_flight: the agents that this worker works on.
         unsaved: the turns that are lost, and that the database has not heard of.
 
     Raises:
@@ -328,7 +326,7 @@ class AgentCacheStore(CacheStorePort):
         self.ram_cache.pin(running, waiting)
 
     def order_by(self, place_of: PlaceOf) -> None:
-        self.budget.place_of = self.ram_cache.place_of = place_of
+        self.budget.place_of = place_of
 
     def is_away(self) -> bool:
         return self._behind is not None and self._behind.use().away_s > 0
@@ -423,8 +421,6 @@ class AgentJobs(AgentJobsPort):
         self._store = store
         self._parts = store.parts
         self._budget = store.budget
-        self._ram_cache = store.ram_cache
-        self._unsaved = store.unsaved
         self._keep_versions = keep_versions
 
     def answer(self, request: AgentRequest, delivery: Delivery) -> AgentResult | None:
@@ -492,7 +488,7 @@ class AgentJobs(AgentJobsPort):
             if state.row is None:
                 return AgentInfo(job_id=delivery.job_id, agent_id=agent_id, exists=False)
             seen, versions = AgentSummary.of(connection, state), versions_of(connection, state.row)
-        if agent_id in self._unsaved:
+        if agent_id in self._store.unsaved:
             seen = replace(seen, state="unsaved", problem="its last turn was not saved")
         kept = [asdict(version) for version in versions if version.can_return][-_MOST_VERSIONS:]
         fields = {"job_id": delivery.job_id, "exists": True, "own_bytes": seen.own_bytes, "versions": kept}
@@ -502,14 +498,14 @@ class AgentJobs(AgentJobsPort):
         try:
             return forget_agent(self._parts, agent_id, asked, is_held=self._budget.holds.is_held)
         finally:  # also if it is forgotten, and a file could not be removed
-            self._ram_cache.drop(agent_id)
-            self._unsaved.discard(agent_id)
+            self._store.ram_cache.drop(agent_id)
+            self._store.unsaved.discard(agent_id)
             self._budget.saved(agent_id)
 
     def _fork(self, source: str, target: str, asked: Asked) -> AgentResult:
-        if source in self._unsaved:
+        if source in self._store.unsaved:
             raise AgentTranscriptUnreadable(f"the transcript of agent {source!r}: its last turn was not saved")
-        if target in self._unsaved:
+        if target in self._store.unsaved:
             raise AgentExists(f"there is an agent {target!r} already")
         with self._budget.holds.using(target, ()):
             forked = fork_agent(self._parts, source, target, asked)
@@ -518,8 +514,8 @@ class AgentJobs(AgentJobsPort):
 
     def _roll_back(self, agent_id: str, version: int | None, asked: Asked) -> AgentResult:
         back = roll_back(self._parts, agent_id, version, asked)
-        self._unsaved.discard(agent_id)
-        self._ram_cache.drop(agent_id)
+        self._store.unsaved.discard(agent_id)
+        self._store.ram_cache.drop(agent_id)
         self._budget.saved(agent_id)
         return back
 

@@ -70,14 +70,6 @@ class About:
     since_full: int
 
 
-def answer_until(about: str) -> float:
-    """Reads it from the column `about` of a row. Raises `Damaged`."""
-    try:
-        return _ABOUT.validate_json(about).answer_until
-    except ValidationError:
-        raise Damaged("its content is not a version") from None
-
-
 _MESSAGE: Final[TypeAdapter[StoredMessage]] = TypeAdapter(StoredMessage)
 _MESSAGES: Final[TypeAdapter[tuple[StoredMessage, ...]]] = TypeAdapter(tuple[StoredMessage, ...])
 _ABOUT: Final = TypeAdapter(About)
@@ -322,19 +314,6 @@ def read_history(connection: Connection, row: AgentRow) -> Iterator[tuple[TurnRe
         yield record, can_return
 
 
-def add_version(connection: Connection, row: AgentRow, record: TurnRecord, *, keep_versions: int) -> tuple[bytes, int]:
-    """Insert a version, and prune those beyond `keep_versions`.
-
-    Returns:
-        the checksum of its row, and by how many bytes the agent's versions have grown.
-    """
-    columns = record.to_row()
-    texts_and_blobs = (value.encode() if isinstance(value, str) else value for value in columns)
-    size = sum(len(value) for value in texts_and_blobs if isinstance(value, bytes))
-    connection.execute(f"INSERT INTO turns (agent, {COLUMNS}) VALUES (?{', ?' * len(columns)})", (row.number, *columns))
-    return columns[-1], size - _prune(connection, row, record.version, keep_versions)
-
-
 def _prune(connection: Connection, row: AgentRow, newest: int, keep_versions: int) -> int:
     """Delete the versions that are neither kept nor needed to read one that is; returns their bytes."""
     oldest = newest - keep_versions + 1
@@ -473,8 +452,11 @@ def write_version(
     """
     if row is None:
         row = insert_agent(connection, record.agent_id, last_used=record.about.saved_at)
-    head, n_bytes = add_version(connection, row, record, keep_versions=keep_versions)
-    cache = record.about.cache
+    columns, cache = record.to_row(), record.about.cache
+    head: bytes = columns[-1]
+    sql = f"INSERT INTO turns (agent, {COLUMNS}) VALUES (?{', ?' * len(columns)}) RETURNING {_SIZES}"
+    ((n_bytes,),) = connection.execute(sql, (row.number, *columns)).fetchall()
+    n_bytes -= _prune(connection, row, record.version, keep_versions)
     ((is_of_now,),) = connection.execute(
         "UPDATE agents SET version = ?, head = ?, unsaved = 0, checksum = ?, turns = turns + ?, tokens = ?,"
         " cached_tokens = ?, transcript_bytes = transcript_bytes + ?, piece_bytes = ?, evicted = 0,"
@@ -624,13 +606,7 @@ class Ended(NamedTuple):
 
 def delivery_key(agent_id: str, delivery: Delivery) -> bytes:
     """SHA-256 of a delivery to an agent."""
-    parts = [
-        agent_id,
-        delivery.job_id,
-        delivery.created_at,
-        None,
-        delivery.request,
-    ]  # `None`: the format has one more place
+    parts = [agent_id, delivery.job_id, delivery.created_at, None, delivery.request]  # the format has one more place
     return hashlib.sha256(json.dumps(parts).encode()).digest()
 
 
@@ -661,7 +637,11 @@ def read_answer(connection: Connection, agent: int, key: bytes) -> Mapping[str, 
                 answer: Mapping[str, Any] | AnswerIn = json.loads(text) if text else AnswerIn(int(version))
                 return answer
         raise Damaged("the answer to this delivery is damaged")
-    if rows and answer_until(rows[0][1]) > time.time():
+    try:
+        may_come_again = bool(rows) and _ABOUT.validate_json(rows[0][1]).answer_until > time.time()
+    except ValidationError:
+        raise Damaged("its content is not a version") from None
+    if may_come_again:
         raise Damaged("this delivery has made a turn, and its answer is missing or forgotten")
     return None
 

@@ -11,7 +11,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Final
 from stoker_shared.errors import AgentBusy, StokerError
 from stoker_worker.memory import cache_index, transcripts
 from stoker_worker.memory.agent_changes import forget_unused
-from stoker_worker.memory.blocks import checkpoint_beside
+from stoker_worker.memory.blocks import BLOCK_FILE, PIECE_FILE, checkpoint_beside
 from stoker_worker.memory.database import Connection, Damaged, DatabaseFailed, key_of
 from stoker_worker.memory.eviction import DiskBudget, Notes
 from stoker_worker.memory.locks import working_on
@@ -32,9 +32,6 @@ from stoker_worker.periodic import Periodic
 
 _YOUNG_S: Final = 600.0
 """A worker may just be saving a file that is younger."""
-
-_BLOCK: Final = re.compile(r"([0-9a-f]{64})(?:-checkpoint)?\.safetensors")
-_PIECE: Final = re.compile(r"([0-9a-f]{32})-([1-9][0-9]{0,15})-(?:tail|snapshot-[0-9])\.safetensors")
 
 
 def cache_folders(parts: StoreParts) -> Iterator[Path]:
@@ -51,12 +48,14 @@ def orphans_in(parts: StoreParts, folder: Path, *, before: float) -> dict[Path, 
         OSError: the folder or the database cannot be read now.
         Damaged: the database is damaged.
     """
-    is_named: Callable[[Connection, re.Match[str]], bool]
-    pattern, is_named = (_PIECE, _has_piece) if folder.parent == parts.pieces.path else (_BLOCK, _has_block)
+    of_pieces = folder.parent == parts.pieces.path
+    top = parts.pieces.path if of_pieces else parts.blocks.path
+    form, is_named = (PIECE_FILE, _has_piece) if of_pieces else (BLOCK_FILE, _has_block)
+    below = folder.relative_to(top).as_posix()
     old: dict[Path, tuple[re.Match[str], int]] = {}
     with os.scandir(folder) as entries:
         for entry in entries:
-            if (match := pattern.fullmatch(entry.name)) is None:
+            if (match := form.fullmatch(f"{below}/{entry.name}")) is None:
                 continue
             try:
                 seen = entry.stat(follow_symlinks=False)
@@ -69,14 +68,14 @@ def orphans_in(parts: StoreParts, folder: Path, *, before: float) -> dict[Path, 
 
 
 def _has_block(connection: Connection, name: re.Match[str]) -> bool:
-    return cache_index.has_block(connection, name[1])
+    return cache_index.has_block(connection, name[3])
 
 
 def _has_piece(connection: Connection, name: re.Match[str]) -> bool:
     """Returns whether the file belongs to the newest version of an agent."""
-    key = bytes.fromhex(name[1])
+    key = bytes.fromhex(name[2])
     sql = "SELECT 1 FROM agents INDEXED BY agents_by_key WHERE key BETWEEN ? AND ? AND version = ?"
-    return connection.execute(sql, (key, key + b"\xff" * 16, int(name[2]))).fetchone() is not None
+    return connection.execute(sql, (key, key + b"\xff" * 16, int(name[3]))).fetchone() is not None
 
 
 _log = logging.getLogger(__name__)

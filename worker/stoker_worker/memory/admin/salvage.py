@@ -16,7 +16,7 @@ from stoker_shared.errors import StoreUnusable
 from stoker_worker.memory import transcripts
 from stoker_worker.memory.admin.backup import Exchanged, exchange
 from stoker_worker.memory.admin.damaged_file import DamagedFile
-from stoker_worker.memory.database import NAME, Connection, Damaged, Witness, agent_checksum, row_checksum
+from stoker_worker.memory.database import NAME, Connection, Damaged, Witness, row_checksum
 from stoker_worker.memory.database_file import (
     create_database,
     finish_replacement,
@@ -189,9 +189,7 @@ class _Salvage:
             self.whole += 1
             return
         if is_readable:  # a newer version may be lost
-            checksum = agent_checksum(row.number, agent_id, row.version + 1, b"", int(row.unsaved))
-            sql = "UPDATE agents SET version = version + 1, head = x'', checksum = ? WHERE number = ?"
-            self._to.execute(sql, (checksum, row.number))
+            transcripts.set_missing(self._to, agent_id, row.version + 1, now=time.time())
         can_return = self._to.execute("SELECT 1 FROM turns WHERE agent = ?", (row.number,)).fetchone()
         (self.refused if can_return else self.lost)[agent_id] = reason
 

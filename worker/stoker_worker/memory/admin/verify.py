@@ -6,7 +6,6 @@ agents, some answers or a part of a file, so that memory does not grow with the 
 """
 
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from itertools import islice
@@ -15,6 +14,7 @@ from typing import Any, Final
 
 from stoker_worker.memory import transcripts
 from stoker_worker.memory.admin.cache_files import check_block, check_checkpoint, check_piece, read_intact
+from stoker_worker.memory.blocks import BLOCK_FILE, PIECE_FILE
 from stoker_worker.memory.cache_index import COUNTED_BYTES
 from stoker_worker.memory.database import Connection, Damaged
 from stoker_worker.memory.store_parts import StoreParts
@@ -24,8 +24,6 @@ Snapshot = Callable[[], AbstractContextManager[Connection]]
 
 _AT_ONCE: Final = 100
 """Agents or answers in one look at the database: during a long one, the worker's WAL only grows."""
-_BLOCK: Final = re.compile(r"([0-9a-f]{1,16})/([0-9a-f]{2})/(\2[0-9a-f]{62})(-checkpoint)?\.safetensors")
-_PIECE: Final = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{30})-([1-9]\d{0,15})-(?:tail|snapshot-(\d))\.safetensors")
 _NO_AGENT: Final = "NOT EXISTS (SELECT 1 FROM agents WHERE number = agent)"
 _LOST: Final = {
     "{0}": "PRAGMA integrity_check",
@@ -147,7 +145,7 @@ def _files(parts: StoreParts, folder: Path, check: Callable[[StoreParts, Path, s
 
 
 def _check_block(parts: StoreParts, path: Path, name: str) -> None:
-    if (match := _BLOCK.fullmatch(name)) is None:
+    if (match := BLOCK_FILE.fullmatch(name)) is None:
         raise Damaged("has no name of a block")
     if match[4]:
         check_checkpoint(path, match[1], match[3])
@@ -162,7 +160,7 @@ def _check_block(parts: StoreParts, path: Path, name: str) -> None:
 
 def _check_piece(parts: StoreParts, path: Path, name: str) -> None:
     """A crash may have left some of another version, which are never read."""
-    if (match := _PIECE.fullmatch(name)) is None:
+    if (match := PIECE_FILE.fullmatch(name)) is None:
         raise Damaged("has no name of a tail or snapshot")
     key = bytes.fromhex(match[2])
     with parts.database.snapshot() as connection:

@@ -7,7 +7,6 @@ here only saves time.
 
 import json
 import logging
-import re
 import threading
 import time
 from collections import OrderedDict
@@ -30,6 +29,8 @@ from stoker_worker.memory.admin.cache_files import (
     has_snapshots,
 )
 from stoker_worker.memory.blocks import (
+    BLOCK_FILE,
+    PIECE_FILE,
     BlockChain,
     block_beside,
     checkpoint_beside,
@@ -57,11 +58,6 @@ its system prompt: all of them would be one state a turn."""
 CACHES: Final = "caches"
 BLOCKS: Final = "blocks"
 PIECES: Final = "pieces"
-
-_CACHE_FILE: Final = re.compile(
-    r"(?:blocks/[0-9a-f]{1,16}/([0-9a-f]{2})/\1[0-9a-f]{62}(?:-checkpoint)?"
-    r"|pieces/([0-9a-f]{2})/\2[0-9a-f]{30}-[1-9][0-9]{0,15}-(?:tail|snapshot-[0-9]))\.safetensors"
-)
 
 _Check = Callable[[Path], object]
 _Checks = dict[Path, _Check]
@@ -95,7 +91,9 @@ def pieces_prefix(key: str) -> str:
 
 def is_cache_file(name: str) -> bool:
     """True if a worker gives such a name to a block or a piece."""
-    return _CACHE_FILE.fullmatch(name) is not None
+    folder, _, rest = name.partition("/")
+    form = {BLOCKS: BLOCK_FILE, PIECES: PIECE_FILE}.get(folder)
+    return form is not None and form.fullmatch(rest) is not None
 
 
 def manifest(version: int, files: Iterable[str]) -> bytes:

@@ -38,7 +38,6 @@ _N_LOCKS: Final = 64
 _MOST_NOTES: Final = 2**15
 """Agents beyond are looked for again."""
 _TRIES: Final = 3
-_CLOCK_S: Final = 3600.0
 
 
 class SharedReplica(Replica):
@@ -73,7 +72,6 @@ class SharedReplica(Replica):
         self._noting = threading.Lock()
         self._forgotten: OrderedDict[str, Forgotten] = OrderedDict()
         self._doubtful: set[str] = set()  # agents of which a put may have arrived, without a reply
-        self._clock: tuple[float, float] | None = None
 
     def meet(self) -> None:
         """Raises as `identity.meet`."""
@@ -154,8 +152,8 @@ class SharedReplica(Replica):
         if (row := self._row(agent_id)) is None:
             return False
         if self.versions.newest(agent_id, row.version) == row.version:
-            age_s = self._age_s(agent_id, row.version)
-            if age_s is None or age_s < unused_s:
+            made_at = self.versions.made_at(agent_id, row.version)
+            if made_at is None or self._bucket.time() - made_at < unused_s:
                 return False
             self.publish(NextVersion(agent_id, row.version + 1))
         return True
@@ -249,14 +247,6 @@ class SharedReplica(Replica):
     def _row(self, agent_id: str) -> AgentRow | None:
         with self._database.snapshot() as connection:
             return transcripts.find_agent(connection, agent_id)
-
-    def _age_s(self, agent_id: str, version: int) -> float | None:
-        """For how long the version has been there, by the clock there. Raises `BucketAway`."""
-        made_at = self.versions.made_at(agent_id, version)
-        if self._clock is None or time.monotonic() - self._clock[1] > _CLOCK_S:
-            self._clock = self._bucket.time(), time.monotonic()
-        there, asked_at = self._clock
-        return None if made_at is None else there + time.monotonic() - asked_at - made_at
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
