@@ -1,6 +1,5 @@
 """The cost of a turn, in bytes, statements and syncs: that of its own tokens, however long the conversation is."""
 
-import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from stoker_worker.memory.blocks import layout_of
 from stoker_worker.memory.database import Connection, connect
 from stoker_worker.memory.files import Chunk
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.memory.transcripts import read_agent
 from stoker_worker.ports import Transcript
 from stoker_worker.ports.cache_spec import ArraySpec, LayerKind, LayerSpec, ModelCacheSpec
 
@@ -92,30 +90,6 @@ def test_a_turns_row_does_not_grow_with_the_number_of_turns_but_for_one_in_sixte
     version = agent.open()
     assert version.transcript == transcript
     assert version.number == 500
-
-
-def steps_to_open(agent: Agent) -> int:
-    """Of SQLite's virtual machine, in tens."""
-    steps = [0]
-
-    def count() -> None:
-        steps[0] += 1
-
-    with agent.store.parts.database.snapshot() as reading:
-        assert isinstance(reading.connection, sqlite3.Connection)
-        reading.connection.set_progress_handler(count, 10)
-        read_agent(reading, agent.name)
-        reading.connection.set_progress_handler(None, 0)
-    return steps[0]
-
-
-@pytest.mark.slow
-def test_an_agent_of_a_thousand_turns_is_read_like_one_of_ten(tmp_path: Path) -> None:
-    agent = Agent(open_store(tmp_path))
-    turns_of(agent, 10)
-    ten = steps_to_open(agent)
-    turns_of(agent, 992, start=10)  # as far behind a whole transcript as turn 10
-    assert steps_to_open(agent) <= ten + 2
 
 
 def test_a_turn_takes_few_statements(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Caches in RAM: the same as from disk, within a limit, and never a wrong one."""
 
-import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -206,21 +205,3 @@ def test_snapshots_count_towards_the_limit() -> None:
     ram_cache = RamCache(PLENTY)
     ram_cache.put("agent", entry_of(ONLY_STATES, 1, 300, (280, 300)))
     assert ram_cache.n_bytes == 2 * 2 * 3 * 4
-
-
-@pytest.mark.slow
-def test_caches_of_a_few_tokens_do_not_take_more_memory_than_is_counted() -> None:
-    cache = RamCache(PLENTY)
-    cache.pin(frozenset({"agent 0"}), frozenset({"agent 1"}))
-    tracemalloc.start()
-    for number in range(6000):
-        token_ids = ids(3)
-        tiny = SequenceCache(3, cache_of(token_ids))
-        cache.put(f"agent {number}", RamCacheEntry(1, BlockChain(MODEL.fingerprint, None, token_ids), tiny))
-        if number == 2999:
-            first = tracemalloc.get_traced_memory()[0]
-    grown = tracemalloc.get_traced_memory()[0] - first
-    tracemalloc.stop()
-    assert grown < 500_000
-    assert all(f"agent {number}" in cache for number in (0, 1, 5999))
-    assert "agent 2999" not in cache

@@ -1,6 +1,5 @@
 """The upkeep of a store: what is written later, forgotten and corrected, and that work is never in its way."""
 
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -175,33 +174,6 @@ def test_hundreds_of_old_agents_go_in_one_round(tmp_path: Path) -> None:
         store.pin(NOBODY, NOBODY)
         one_round(store)
         assert rows(store, "SELECT count(*) FROM agents") == [(10,)]
-
-
-def test_a_turn_that_ends_while_agents_are_removed_is_there_for_the_next(tmp_path: Path) -> None:
-    versions = []
-
-    class TurnAtEachRemoval(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "removed: it was not used" in record.getMessage():
-                agent.say(LONG[: 10 * len(versions)], ids(10, seed=len(versions)))
-                versions.append(agent.open().number)
-
-    with closing(AgentCacheStore(tmp_path, files=FastDisk(), agent_ttl_s=HOUR_S)) as store:
-        for number in range(20):
-            Agent(store, f"old {number}").say(LONG[:10], ids(10))
-        set_used(store, "UPDATE agents SET used_clock_s = used_clock_s - 3700")
-        agent = Agent(store, "busy")
-        store.pin(frozenset({"busy"}), NOBODY)
-        log, handler = logging.getLogger(upkeep.__name__), TurnAtEachRemoval(logging.INFO)
-        before = log.level
-        log.addHandler(handler)
-        log.setLevel(logging.INFO)
-        try:
-            one_round(store)
-        finally:
-            log.removeHandler(handler)
-            log.setLevel(before)
-    assert versions == list(range(1, 21))
 
 
 def test_no_agent_is_removed_for_what_the_clock_of_the_machine_shows(

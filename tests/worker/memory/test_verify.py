@@ -1,7 +1,6 @@
 """`verify_store`: one line for everything that is not as it was written, and none for anything else."""
 
 import threading
-import tracemalloc
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -239,23 +238,3 @@ def test_an_agent_made_anew_between_two_looks_is_no_problem(parts: StoreParts, m
     monkeypatch.setattr(verify, "check_piece", replaced)
     assert list(verify_store(parts)) == []
     assert seen
-
-
-@pytest.mark.slow
-def test_memory_does_not_grow_with_the_store(tmp_path: Path) -> None:
-    def peak(parts: StoreParts) -> int:
-        tracemalloc.start()
-        try:
-            assert list(verify_store(parts)) == []
-            return tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
-
-    with closing(open_store(tmp_path / "store")) as store:
-        for n in range(150):
-            Agent(store, f"agent-{n}").say((n, 1, 2))
-        # What other threads of this process allocate meanwhile counts too, but not each time.
-        first = min(peak(store.parts) for _ in range(3))
-        for n in range(150, 600):
-            Agent(store, f"agent-{n}").say((n, 1, 2))
-        assert any(peak(store.parts) < first + 450 * 128 for _ in range(20))

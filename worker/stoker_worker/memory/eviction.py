@@ -20,9 +20,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from errno import EDQUOT, ENOSPC
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from stoker_worker.memory import cache_index, transcripts
 from stoker_worker.memory.blocks import block_beside, checkpoint_beside
@@ -32,6 +33,8 @@ from stoker_worker.memory.files import allocated_bytes, is_there
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.transcripts import AgentRow
 from stoker_worker.ports import PlaceOf
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -418,6 +421,16 @@ class DiskBudget:
         self._settle(unused_before=float("inf"), free_bytes=n_bytes)
         self._database.empty_log()
 
+    def with_room(self, save: Callable[[], T], n_bytes: Callable[[], int]) -> T:
+        """Save; if the disk is full, once more after that many bytes have been freed. Raises what `save` raises."""
+        try:
+            return save()
+        except OSError as error:
+            if not is_full(error):
+                raise
+        self.free(n_bytes())
+        return save()
+
     def discard(self, find: Callable[[], Iterable[Path]]) -> int:
         """Remove the cache files that `find` finds, except blocks that work counts on; returns how many. While it
         looks, nobody begins to count on one. Raises `OSError`."""
@@ -529,6 +542,11 @@ class DiskBudget:
         plan = plan_of(take_rows(connection, self._waiting, holds.is_running))
         self._waiting += [row.agent_id for row in plan.agents[-1:]]  # it may have some left
         return plan
+
+
+def is_full(error: Exception) -> bool:
+    """Returns whether the disk has no room."""
+    return isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT)
 
 
 def _other_bytes(parts: StoreParts) -> int:

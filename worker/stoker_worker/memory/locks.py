@@ -218,21 +218,12 @@ def _byte_of(agent_id: str) -> int:
 
 
 def store_name(folder: Path) -> str:
-    """The name of the store's worker, made with the first call. One that cannot be kept is this process's only, with a
-    warning."""
+    """The name of the store's worker, made with the first call, and anew if it is damaged. Raises `StoreUnusable`."""
     path = folder / NAME_FILE
-    try:
-        kept = path.read_text().strip()
+    with refused_if_unusable(folder):
+        kept = path.read_text(errors="replace").strip() if path.exists() else ""
         if _WORKER_NAME.fullmatch(kept):
             return kept
-        _log.warning("%s is damaged; this store's worker gets a new name", path)
-    except FileNotFoundError:
-        pass
-    except (OSError, UnicodeDecodeError) as error:
-        _log.warning("cannot read %s: %s", path, error)
-    name = f"{re.sub(r'[^A-Za-z0-9._-]', '-', socket.gethostname())[:50]}-{secrets.token_hex(3)}"
-    try:
+        name = f"{re.sub(r'[^A-Za-z0-9._-]', '-', socket.gethostname())[:50]}-{secrets.token_hex(3)}"
         replace_file(path, f"{name}\n".encode())
-    except OSError as error:
-        _log.warning("cannot write %s, so this worker has another name next time: %s", path, error)
     return name

@@ -68,9 +68,6 @@ _log = logging.getLogger(__name__)
 DEFAULT_SHARE: Final = 1 / 16
 """The share of the machine's RAM: the model and the batch need the rest."""
 
-MOST_AGENTS: Final = 2048
-"""A cache of a few tokens is read from disk as fast, and many of them would take memory that no limit counts right."""
-
 
 def default_memory_bytes() -> int:
     """The limit where none is given; logged, because it depends on the machine."""
@@ -195,19 +192,16 @@ class RamCache:
         yield from (name for name in reversed(behind) if name in self._entries and name not in running)
 
     def _make_room(self, n_bytes: int, others: Iterable[str]) -> bool:
-        """Drop those of `others`, in this order, that have to go for one more agent and `n_bytes` in all; none, if that
-        is not enough."""
-        over, n_over, going = n_bytes - self.max_bytes, len(self._entries) + 1 - MOST_AGENTS, list[str]()
-        for name in others if over > 0 or n_over > 0 else ():
+        """Drop those of `others`, in this order, that have to go for `n_bytes` in all; none, if that is not enough."""
+        over, going = n_bytes - self.max_bytes, list[str]()
+        for name in others if over > 0 else ():
             going.append(name)
             over -= self._entries[name].n_bytes
-            n_over -= 1
-            if over <= 0 and n_over <= 0:
+            if over <= 0:
                 break
-        has_room = over <= 0 and n_over <= 0
-        for name in going if has_room else ():
+        for name in going if over <= 0 else ():
             self._drop(name)
-        return has_room
+        return over <= 0
 
     def _add(self, agent_id: str, entry: RamCacheEntry) -> None:
         if self._model in (None, entry.chain.model):

@@ -22,7 +22,7 @@ from stoker_worker.memory.database import Connection, Damaged
 from stoker_worker.memory.eviction import DiskBudget
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.transcripts import AgentRow
-from stoker_worker.memory.turn_saver import LOG_BYTES, enter_saved, is_full, own_pieces
+from stoker_worker.memory.turn_saver import LOG_BYTES, enter_saved, own_pieces
 from stoker_worker.ports import LoadedModel, SequenceCache
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 from stoker_worker.ports.memory import common_length
@@ -137,13 +137,9 @@ class SessionCaches:
             save = partial(
                 self._save, name, version, chain, cache, before=before, prompt_tokens=prompt_tokens, model=model
             )
+            most_bytes = LOG_BYTES + model.spec.bytes_per_token * len(chain.token_ids)
             try:
-                n_bytes = save()
-            except OSError as error:
-                if not is_full(error):
-                    raise
-                self._budget.free(LOG_BYTES + model.spec.bytes_per_token * len(chain.token_ids))
-                n_bytes = save()
+                n_bytes = self._budget.with_room(save, lambda: most_bytes)
             finally:
                 with self._lock:
                     self._saving.discard(name)

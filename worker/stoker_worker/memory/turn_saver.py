@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from errno import EDQUOT, ENOSPC
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
@@ -28,7 +28,7 @@ from stoker_worker.memory.blocks import (
     state_fits,
 )
 from stoker_worker.memory.database import Connection
-from stoker_worker.memory.eviction import DiskBudget
+from stoker_worker.memory.eviction import DiskBudget, is_full
 from stoker_worker.memory.files import Chunk, allocated_bytes, is_there
 from stoker_worker.memory.store_parts import NextVersion, StoreParts
 from stoker_worker.memory.transcripts import (
@@ -207,7 +207,8 @@ class TurnSaver:
         chain = cached_chain(turn)
         try:
             with self._budget.holds.using(turn.agent_id, chain.addresses if chain else ()):
-                return turn, self._save_with_room(turn, chain)
+                save = partial(self._save, turn, chain)
+                return turn, self._budget.with_room(save, partial(self._n_bytes, turn, chain))
         except AgentVersionConflict:
             raise
         except Exception as error:
@@ -217,15 +218,6 @@ class TurnSaver:
                 raise
             reason = f"its cache is not saved: {error}"
         return self.save(turn.without_cache(reason))
-
-    def _save_with_room(self, turn: Turn, chain: BlockChain | None) -> int:
-        try:
-            return self._save(turn, chain)
-        except OSError as error:
-            if not is_full(error):
-                raise
-        self._budget.free(self._n_bytes(turn, chain))
-        return self._save(turn, chain)
 
     def _save(self, turn: Turn, chain: BlockChain | None) -> int:
         """`chain`: of the tokens that are cached. Raises as `save`, and `CacheNotWritten`."""
@@ -317,11 +309,6 @@ def enter_saved(
     cache_index.add_blocks(connection, chain, sizes | dict(saved.blocks), now=now)
     cut = not spec.snapshot_layers
     cache_index.add_checkpoints(connection, chain, saved.checkpoints, can_be_cut=cut, now=now)
-
-
-def is_full(error: Exception) -> bool:
-    """Returns whether the disk has no room."""
-    return isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT)
 
 
 def check_base(base: AgentVersion, row: AgentRow | None) -> None:

@@ -219,12 +219,6 @@ def test_a_bad_backup_changes_nothing(store: AgentCacheStore, tmp_path: Path, ho
         assert again.open_agent("agent-1").number == 1
 
 
-def test_a_missing_backup_is_named(store: AgentCacheStore, tmp_path: Path) -> None:
-    store.close()
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        restore(store.parts.path, tmp_path / "nowhere")
-
-
 def test_a_store_with_a_worker_is_not_restored(store: AgentCacheStore, tmp_path: Path) -> None:
     copied(store, tmp_path / "backup")
     with pytest.raises(StoreUnusable, match=r"in use by pid"):

@@ -159,15 +159,6 @@ def test_a_lost_reply_is_no_conflict(machine: Start, monkeypatch: pytest.MonkeyP
     assert lost
 
 
-def test_a_machine_that_died_before_the_end_of_its_job_is_answered_elsewhere(machine: Start) -> None:
-    one, two = machine("one"), machine("two")
-    turn = one.agent().turn(LONG[:300])
-    one.store.save(turn)
-    assert two.store.look("agent")
-    assert two.store.answer("agent", turn.delivery) == turn.result
-    assert two.agent().tokens() == LONG[:300]
-
-
 class Killed(BaseException):
     """The process ends here."""
 
@@ -313,27 +304,6 @@ def test_a_delivery_from_before_a_forget_never_becomes_a_turn_again(machine: Sta
         known = m.store.agent_jobs.answer(request, Delivery("forget-agent", "now"))
         assert known is not None
         assert (known.model_dump()["version"], known.agent_id) == (forgotten.model_dump()["version"], "agent")
-
-
-def test_a_turn_costs_no_more_for_what_was_delivered_before_a_forget(
-    machine: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = machine("one")
-    for n in range(1, 4):
-        one.agent().say(LONG[: 10 * n])
-    run(one, "forget")
-    noted: list[bytes] = []
-    note_ended = transcripts.note_ended
-
-    def note(connection: Any, agent: int, key: bytes, end: Any) -> None:
-        noted.append(key)
-        note_ended(connection, agent, key, end)
-
-    monkeypatch.setattr(transcripts, "note_ended", note)
-    one.agent().say(LONG[:10])
-    assert len(noted) == 4  # three turns and the forget
-    one.agent().say(LONG[:20])
-    assert len(noted) == 4
 
 
 def test_a_rollback_that_comes_again_at_another_worker_is_answered(machine: Start) -> None:

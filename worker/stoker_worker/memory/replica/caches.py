@@ -188,12 +188,10 @@ class SharedCaches:
 
     def _wanted(self, version: AgentVersion, prompt: BlockChain) -> _Checks:
         """The files that are of use for the prompt."""
-        blocks, pieces = self._files(version)
         cache, transcript = version.cache, version.transcript
-        if cache is None or transcript is None:
-            return blocks | pieces
-        if (prompt.model, prompt.salt) != (cache.model, cache.salt):
+        if cache is None or transcript is None or (prompt.model, prompt.salt) != (cache.model, cache.salt):
             return {}
+        blocks, pieces = self._files(version)
         n_tokens = common_length(transcript.token_ids[: cache.tokens], prompt.token_ids)
         blocks = dict(islice(blocks.items(), -(-n_tokens // BLOCK_TOKENS)))
         blocks |= self._wanted_checkpoint(version, min(n_tokens, len(prompt.token_ids) - 1))
@@ -214,11 +212,9 @@ class SharedCaches:
 
     def _checkpoints(self, version: AgentVersion) -> _Checks:
         """The places of all checkpoints that its cache may have, in the order of the chain."""
-        if version.cache is None or version.transcript is None:
+        chain = _cached_chain(version)
+        if chain is None or not has_snapshots(self._layout(chain.model)):
             return {}
-        if not has_snapshots(self._layout(version.cache.model)):
-            return {}
-        chain = chain_of(version.cache, version.transcript.token_ids)
         paths = zip(chain.addresses, chain.paths(self._parts.blocks.path_of), strict=True)
         return {
             checkpoint_beside(path): partial(check_checkpoint, model=chain.model, address=address)
@@ -231,12 +227,12 @@ class SharedCaches:
 
     def _files(self, version: AgentVersion) -> tuple[_Checks, _Checks]:
         """The blocks and the pieces of its cache, by their places here."""
-        if version.cache is None or version.transcript is None:
+        chain = _cached_chain(version)
+        if chain is None or version.cache is None:
             return {}, {}
-        layout = self._layout(version.cache.model)
+        layout = self._layout(chain.model)
         has_blocks = layout is None or LayerKind.FULL in layout
-        has_tail = not has_snapshots(layout) and version.cache.tokens % BLOCK_TOKENS != 0
-        chain = chain_of(version.cache, version.transcript.token_ids)
+        has_tail = not has_snapshots(layout) and bool(chain.rest)
         addresses = zip(chain.addresses, chain.paths(self._parts.blocks.path_of), strict=True)
         blocks: _Checks = {path: partial(check_block, model=chain.model, address=x) for x, path in addresses}
         own = enumerate(self._parts.pieces.paths(version.agent_id, version.number))
@@ -307,9 +303,9 @@ class SharedCaches:
     def _enter(self, connection: Connection, version: AgentVersion) -> None:
         """The index has what is on disk, if the agent is still at that version."""
         row = transcripts.find_agent(connection, version.agent_id)
-        if row is None or row.head != version.head or version.cache is None or version.transcript is None:
+        chain, now = _cached_chain(version), time.time()
+        if row is None or row.head != version.head or chain is None:
             return
-        chain, now = chain_of(version.cache, version.transcript.token_ids), time.time()
         enter_blocks(connection, chain, self._parts.blocks, now=now)
         cache_index.use_chain(connection, row.number, chain, now=now)
         own = self._parts.pieces.paths(version.agent_id, version.number)
@@ -317,6 +313,13 @@ class SharedCaches:
 
     def _name_of(self, path: Path) -> str:
         return path.relative_to(self._parts.path).as_posix()
+
+
+def _cached_chain(version: AgentVersion) -> BlockChain | None:
+    """Of the tokens that are cached; ``None``: nothing is."""
+    if version.cache is None or version.transcript is None:
+        return None
+    return chain_of(version.cache, version.transcript.token_ids)
 
 
 def remove_caches(bucket: Bucket, agent_id: str) -> None:
