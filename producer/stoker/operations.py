@@ -99,9 +99,14 @@ def ask(*command: Any) -> Operation[Any]:
 
 
 def stream_entries(reply: Any) -> dict[str, Entries]:
-    """The reply of XREAD by key, empty if there is none. redis-py's form of the reply depends on the protocol."""
+    """The reply of XREAD by key, empty if there is none. redis-py's form of it depends on the protocol, and its maps
+    may hold a list of entries in a list."""
     found = reply.items() if isinstance(reply, Mapping) else reply or ()
-    return {key.decode(): [entry for entry in entries if entry] for key, entries in found}
+    return {key.decode(): [entry for entry in _flat(entries) if entry] for key, entries in found}
+
+
+def _flat(entries: Any) -> Any:
+    return entries[0] if entries and isinstance(entries[0], list) else entries
 
 
 def run(connection: Redis, operation: Operation[T]) -> T:

@@ -1,6 +1,7 @@
 """A submitted job's keys in Redis, and requests that are refused before they get there."""
 
 import dataclasses
+import threading
 import zlib
 from typing import Any
 
@@ -9,6 +10,7 @@ from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 from rq.job import Job
 from rq.serializers import JSONSerializer
+from tests.producer.played_worker import end
 
 import stoker.connection
 import stoker.submitting
@@ -200,6 +202,18 @@ def test_a_chunk_of_many_jobs_is_two_round_trips(redis_url, monkeypatch):
 
 
 # --- connection ---
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("protocol", [2, 3])
+def test_a_result_is_waited_for_with_either_protocol(redis_url, connection, protocol):
+    with Producer(f"{redis_url}?protocol={protocol}") as producer:
+        ticket = producer.submit(agent_id="a", prompt="x")
+        late = threading.Timer(0.1, end, [connection, ticket.job_id])
+        late.start()
+        assert ticket.result(10).job_id == ticket.job_id
+        assert [result.job_id for result in producer.results([ticket], 10)] == [ticket.job_id]
+        late.join()
 
 
 def test_no_server_is_one_clear_error_without_the_password(monkeypatch):
