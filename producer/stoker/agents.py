@@ -193,6 +193,9 @@ def agent_job(
 
 _PAGE: Final = 500
 _ENDED: Final[tuple[Any, ...]] = (FinishedJobRegistry, FailedJobRegistry, CanceledJobRegistry)
+_REQUESTS: Final = 16
+"""Requests that are read at once: each may have 8 MB."""
+
 _PLACES: Final[tuple[tuple[str, Any, tuple[str, ...]], ...]] = (
     ("waiting", None, (JobStatus.QUEUED.value,)),
     ("waiting", ScheduledJobRegistry, (JobStatus.SCHEDULED.value,)),
@@ -241,12 +244,16 @@ def _of_agent(agent_id: str, job_ids: list[str], statuses: tuple[str, ...]) -> O
     """The agent's jobs in one of these states. A job in another state is in another place, too, or gone."""
     looks = [("HGET", Job.key_for(job_id), "status") for job_id in job_ids]
     states = yield Commands(looks, errors_as_replies=True)  # another client's key may be of another type
+    there = [
+        job_id
+        for job_id, state in zip(job_ids, states, strict=True)
+        if isinstance(state, bytes) and state.decode(errors="replace") in statuses
+    ]
     of_agent = []
-    for job_id, state in zip(job_ids, states, strict=True):
-        if isinstance(state, bytes) and state.decode(errors="replace") in statuses:
-            data = yield from ask("HGET", Job.key_for(job_id), "data")
-            if _requests(agent_id, data or b""):
-                of_agent.append(job_id)
+    for start in range(0, len(there), _REQUESTS):
+        group = there[start : start + _REQUESTS]
+        requests = yield Commands([("HGET", Job.key_for(job_id), "data") for job_id in group])
+        of_agent += [id_ for id_, data in zip(group, requests, strict=True) if _requests(agent_id, data or b"")]
     return of_agent
 
 
