@@ -222,7 +222,8 @@ def hold(batch: str, identity: str) -> Operation[None]:
             return [("SET", key, identity, "EX", HOLD_S)]
         if replies[0] != identity.encode():
             holder = replies[0].decode(errors="replace").split(" ", 2)
-            raise BatchHeld(f"the answers of {batch} are being written to {holder[-1]} on {holder[0]}")
+            where = f"{holder[-1]} on {holder[0]}"
+            raise BatchHeld(f"the answers of {batch} are being written to {where}, or were {HOLD_S} s ago; try again")
         return [("EXPIRE", key, HOLD_S)]
 
     try:

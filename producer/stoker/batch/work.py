@@ -17,10 +17,8 @@ from stoker.batch.input_file import job_id_for
 from stoker.batch.output_file import OutputFile, OutputRefused
 from stoker.batch.progress import Progress
 from stoker.batch.record import (
-    HOLD_S,
     RENEW_S,
     BatchGone,
-    BatchHeld,
     BatchRecord,
     hold,
     n_in_redis,
@@ -76,23 +74,19 @@ class BatchWork:
         Raises:
             OutputRefused: answers that have left Redis are not in this file.
             BatchGone: there is no such batch.
-            BatchHeld: another process holds it, longer than a hold lasts.
+            BatchHeld: another process holds it.
             RedisUnavailable: no server answers.
         """
-        end = time.monotonic() + HOLD_S + 1
-        while True:
-            self._require_taken_answers()
-            try:
-                self._hold()
-                break
-            except BatchHeld as held:
-                if time.monotonic() > end:
-                    raise
-                self.progress.report(f"{held}; waiting until that ends")
-                time.sleep(1)
+        self._hold()
         try:
-            self._require_taken_answers()  # the process that held it may have taken out more since
-        except OutputRefused:
+            record = self._record()
+            if record.n_taken > len(self._output.written):
+                raise OutputRefused(
+                    f"{record.n_taken:,} answers of {self.batch} have left Redis already; they are in "
+                    f"{record.output.split(' ', 2)[-1]}. Give that file as --out, or forget the batch and run all "
+                    f"lines again (`stoker batch cancel --forget {self.batch}`)"
+                )
+        except BaseException:
             self.end()
             raise
 
@@ -146,15 +140,6 @@ class BatchWork:
         """Let other processes take the answers out."""
         with suppress(RedisUnavailable):  # then it expires
             run(self.connection, release(self.batch, self._output.identity))
-
-    def _require_taken_answers(self) -> None:
-        record = self._record()
-        if record.n_taken > len(self._output.written):
-            raise OutputRefused(
-                f"{record.n_taken:,} answers of {self.batch} have left Redis already; they are in "
-                f"{record.output.split(' ', 2)[-1]}. Give that file as --out, or forget the batch and run all lines "
-                f"again (`stoker batch cancel --forget {self.batch}`)"
-            )
 
     def _look_for_workers(self, queues: Sequence[str]) -> None:
         now = time.monotonic()

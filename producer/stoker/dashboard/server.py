@@ -18,7 +18,7 @@ from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler
 from stoker.connection import address, open_connection, redis_errors
 from stoker.dashboard.pages import (
     find_own_templates,
-    open_a_queue_with_jobs,
+    open_the_usual_queue,
     show_progress_of_jobs,
     show_stoker_in_place_of_workers,
 )
@@ -113,7 +113,7 @@ def build_app(connection: Redis, *, names: Collection[str]) -> Flask:
     web.setup_rq_connection(app)
     find_own_templates(app)
     escape_names_in_scripts(app)
-    open_a_queue_with_jobs(app, connection)
+    open_the_usual_queue(app)
     show_progress_of_jobs(app, connection)
     show_stoker_in_place_of_workers(app, connection)
     refuse_other_names(app, names)

@@ -26,7 +26,6 @@ from stoker.serve.batch_runner import BatchRunner
 from stoker.serve.connections import LoopErrors
 from stoker.serve.generation import generate
 from stoker.serve.guard import FILES_PATH, HEALTH_PATHS, ROOT_PATH, Guard
-from stoker.serve.metrics import METRICS_PATH, Counted, metrics
 from stoker.serve.responses import CLIENT_IS_GONE, Json, failed, on_error
 from stoker.serve.settings import ServeSettings
 from stoker.serve.store import BatchStore, FileStore
@@ -48,7 +47,6 @@ def build_app(redis_url: str, settings: ServeSettings) -> Starlette:
         Route("/v1/models/{name:path}", _model, methods=["GET"]),
         Route(ROOT_PATH, _root, methods=["GET"]),
         *(Route(path, _healthz, methods=["GET"]) for path in HEALTH_PATHS),
-        Route(METRICS_PATH, metrics, methods=["GET"]),
     ]
     routes += _store_routes()
     limits = {"max_body_bytes": settings.max_body_bytes, "max_file_bytes": settings.max_file_bytes}
@@ -62,7 +60,6 @@ def build_app(redis_url: str, settings: ServeSettings) -> Starlette:
                 allow_headers=["*"],
                 expose_headers=["*"],
             ),
-            Middleware(Counted),
             Middleware(Guard, tokens=settings.tokens, origins=frozenset(settings.allowed_origins), **limits),
         ],
         exception_handlers={
@@ -142,7 +139,7 @@ async def _model(request: Request) -> Response:
 async def _root(request: Request) -> Response:
     """What listens here; clients also ask for it to see whether anything does."""
     others = ("/v1/models", FILES_PATH, _BATCHES_PATH)
-    return Json({"name": "stoker serve", "endpoints": [*ENDPOINTS, *others, *HEALTH_PATHS, METRICS_PATH]})
+    return Json({"name": "stoker serve", "endpoints": [*ENDPOINTS, *others, *HEALTH_PATHS]})
 
 
 async def _healthz(request: Request) -> Response:

@@ -12,8 +12,6 @@ from rq.exceptions import NoSuchJobError
 from tests.producer.played_worker import PlayedWorker, result_fields
 from tests.support.wait import wait_for
 
-from stoker.batch import record as batch_record
-from stoker.batch import work
 from stoker.batch.output_file import OutputFile
 from stoker.cli import main
 
@@ -299,14 +297,15 @@ def test_run_continues_a_batch_that_was_submitted(batch, somebody, tmp_path):
     assert somebody.ends == ["one", "two"]
 
 
-def test_answers_that_left_redis_are_not_looked_for_in_another_file(batch, somebody, tmp_path):
+def test_answers_that_left_redis_are_not_looked_for_in_another_file(batch, connection, somebody, tmp_path):
     write(tmp_path, ["one", "later"])
     _, name, _ = batch("submit", "in.jsonl")
     somebody.begin()
     wait_for(lambda: somebody.ends, 20)
     assert batch("fetch", name, "--out", "out.jsonl")[0] == 4
     code, _, err = batch("fetch", name, "--out", "other.jsonl")
-    assert (code, "out.jsonl" in err) == (2, True)
+    assert (code, "left Redis already; they are in" in err, "out.jsonl" in err) == (2, True, True)
+    assert not connection.exists(f"stoker:batch:{name}:holder")
 
 
 def test_a_changed_input_is_another_batch_and_not_mixed_into_the_old_file(batch, somebody, tmp_path):
@@ -389,20 +388,15 @@ def test_run_sends_line_by_line_while_other_clients_fill_redis(batch, somebody, 
     assert len(texts(tmp_path)) == 3
 
 
-@pytest.mark.slow
-def test_one_process_takes_the_answers_of_a_batch_and_a_second_waits_for_its_end(
-    batch, connection, somebody, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(batch_record, "HOLD_S", 1)
-    monkeypatch.setattr(work, "HOLD_S", 1)
+def test_one_process_takes_the_answers_of_a_batch_and_a_second_is_refused(batch, connection, tmp_path):
     write(tmp_path, ["one"])
     _, name, _ = batch("submit", "in.jsonl")
     connection.set(f"stoker:batch:{name}:holder", "elsewhere 1:2 /there/out.jsonl")
     code, _, err = batch("fetch", name, "--out", "out.jsonl")
     assert (code, "/there/out.jsonl on elsewhere" in err) == (1, True)
-    connection.expire(f"stoker:batch:{name}:holder", 1)
-    somebody.begin()
-    assert batch("fetch", name, "--out", "out.jsonl", "--follow")[0] == 0
+    connection.delete(f"stoker:batch:{name}:holder")
+    assert batch("fetch", name, "--out", "out.jsonl")[0] == 4
+    assert not connection.exists(f"stoker:batch:{name}:holder")
 
 
 def test_a_disk_that_is_full_stops_the_batch_and_loses_nothing(batch, somebody, tmp_path, monkeypatch):

@@ -59,24 +59,6 @@ def test_a_batch_that_is_canceled_while_it_is_submitted_is_submitted_no_further(
     assert (code, "no batch" in err if and_forget else "was canceled" in err) == (1 if and_forget else 2, True), err
 
 
-def test_a_process_that_waited_for_another_one_does_not_continue_without_its_answers(
-    batch, connection, somebody, tmp_path, monkeypatch
-):
-    """The other process has died meanwhile; its file has the answers."""
-    write(tmp_path, ["one", "two"])
-    _, name, _ = batch("submit", "in.jsonl")
-    connection.set(f"stoker:batch:{name}:holder", "elsewhere 1:2 /there/out.jsonl")
-
-    def other_takes_and_dies(seconds):
-        connection.hset(f"stoker:batch:{name}", mapping={"n_taken": 1, "output": "elsewhere 1:2 /there/out.jsonl"})
-        connection.delete(f"stoker:batch:{name}:holder")
-
-    monkeypatch.setattr("stoker.batch.work.time.sleep", other_takes_and_dies)
-    code, _, err = batch("fetch", name, "--out", "out.jsonl")
-    assert (code, "left Redis already; they are in /there/out.jsonl" in err) == (2, True), err
-    assert not connection.exists(f"stoker:batch:{name}:holder")
-
-
 def test_a_connection_that_is_lost_under_a_watch_is_not_taken_for_another_process():
     steps = hold("b", "here 1:2 /out.jsonl")
     watched = next(steps)
