@@ -14,7 +14,7 @@ from pathlib import Path
 from command import main
 from common import Json, difference, machine, note
 from random_models import CONFIGS, RandomModel, random_ids
-from report import Report, columns, figure, lines, say, table
+from report import Report, columns, figure, lines, say
 
 from stoker_worker.memory.admin.verify import verify_store
 from stoker_worker.memory.store import AgentCacheStore
@@ -117,38 +117,18 @@ def short_form(bench: object, folder: Path) -> Iterator[Json]:
                "equal": exact and found["read_right"] and found["all_cached"]}  # fmt: skip
 
 
-# --- the report, from the results alone ---
-
-
-CLAIMS = {
-    "Gemma 3 12B": (
-        ("8 K/V heads", lambda read: read["kv_heads"] == 8),
-        ("8 global and 40 rotating layers (EXP-004's seed)", lambda read: (read["full"], read["window"]) == (8, 40)),
-        ("48 rotating layers (EXP-003's seed)", lambda read: read["window"] == 48),
-    ),
-    "Llama 3.1 8B": (("4 K/V heads", lambda read: read["kv_heads"] == 4),),
-    "Qwen 2.5 7B": (("4 K/V heads", lambda read: read["kv_heads"] == 4),),
-    "Qwen1.5-MoE-A2.7B": (),  # "validate MoE structure"
-}
-"""The claims of the old documents, and whether the specification that was read agrees."""
-
-
 def render(content: Json, results: Path) -> Report:
     plot(content, results)
     models = content["models"]
-    claims = [(m["name"], text, right(m["read"])) for m in models for text, right in CLAIMS[m["name"]]]
     exact = [turn["differs_at"] is None for model in models for turn in model["turns"]]
     summary = (
         f"{sum(m['read_right'] for m in models)} of {len(models)} models are read off correctly, and {sum(exact)} of "
-        f"{len(exact)} turns equal the uncached run; {sum(not right for *_, right in claims)} claims of the old "
-        "documents are wrong."
+        f"{len(exact)} turns equal the uncached run."
     )
-    said = [(name, text, "right" if right else "wrong") for name, text, right in claims]
     number = say(_in_mib(models[0]), "Gemma 3 12B at 8,192 tokens: {bytes_at_8k:.0f} MiB, not {naive_bytes_at_8k:,.0f}")
     return Report("cache specifications", number, {
         "summary": summary,
         "specifications": _specifications(models),
-        "claims": table(("model", "claim of the old documents", "finding"), said),
         "turns": _turns(models),
     })  # fmt: skip
 

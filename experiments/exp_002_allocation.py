@@ -179,9 +179,6 @@ def short_form(bench: object, folder: Path) -> Iterator[Json]:
     yield {"what": "blocks, bytes and sequences after 40 jobs are none", "equal": _nothing_leaked(leak)}
 
 
-# --- the report, from the results alone ---
-
-
 NAMES = {
     "pool": "pool alone: take two blocks, one more, give back",
     "join": "a sequence admitted beside 15 others, and removed",

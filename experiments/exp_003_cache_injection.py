@@ -110,9 +110,6 @@ def loading_times(bench: Bench, folder: Path, lengths: Sequence[int], rounds: in
     return rows
 
 
-# --- the report, from the results alone ---
-
-
 LOADING_LIMIT_MS = 500.0
 """The plan's limit for loading a cache; a criterion."""
 

@@ -22,8 +22,6 @@ from report import Report, columns, figure, lines, say
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import CompletedGeneration, GenerationWork, SequenceCache
 
-# --- the cost of handing over a sequence's cache, by length, and in a batch that is kept full ---
-
 
 def hand_over_costs(bench: Bench, folder: Path, lengths: Sequence[int], rounds: int, rows: int) -> list[Json]:
     """`rows` sequences of one length, all from cache; each ends at a different step. Lengths take turns.
@@ -268,9 +266,6 @@ def _is_right(row: Json) -> bool:
     return row["differs_at"] is None and all(
         row[key] for key in ("cache_tokens_right", "others_advanced", "unchanged_at_the_end", "continued_ok")
     )
-
-
-# --- the report, from the results alone ---
 
 
 def render(content: Json, results: Path) -> Report:

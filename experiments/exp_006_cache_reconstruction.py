@@ -15,7 +15,7 @@ import numpy as np
 from bench import Bench, main
 from common import Json, in_turn, note, percentiles, ratios, rss_mib, spread, timed
 from report import Report, columns, figure, lines, say, short, table, yes
-from restores import five_restores, five_turns, from_memory, measured, round_trips, whole_answers
+from restores import five_turns, from_memory, measured, round_trips, whole_answers
 from small_cache import FULL
 from small_cache import SPEC as GEMMA_3_12B
 from synthetic_cache import saved_agent, smollm2_layers
@@ -51,7 +51,6 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
         "leak": leak,
         "padded": against_padded(folder, rounds=3 if quick else 100),
         "gemma": gemma(folder, quick=quick),
-        "restores": five_restores(folder, blocks=1 if quick else 8, rounds=2 if quick else 30),
         "turns": five_turns(bench.with_room().endless(), folder / "turns", n_tokens=48 if quick else 1024, quick=quick),
     }  # fmt: skip
     lengths = (64,) if quick else (64, 128, 256, 512, 1024, 2048, 4096)
@@ -158,9 +157,6 @@ def straight_line(n_bytes: Sequence[int], latencies_ms: Sequence[float]) -> Json
             "exponent": round(exponent, 3)}  # fmt: skip
 
 
-# --- the report, from the results alone ---
-
-
 CELLS = {
     "blocks": "{blocks}", "layers": "{layers}", "MB": "{mb}", "mean, ms": "{reconstruct_ms[mean]:.3g}",
     "p50": "{reconstruct_ms[p50]:.3g}", "p95": "{reconstruct_ms[p95]:.3g}", "p99": "{reconstruct_ms[p99]:.3g}",
@@ -205,7 +201,6 @@ def render(content: Json, results: Path) -> Report:
         "gemma": columns(map(_with_mb, content["gemma"]), GEMMA),
         "round trip": _times("step", content["round_trip"]["ms"]) + say(content["round_trip"], ROUND_TRIP),
         "direct": columns(content["direct"], DIRECT),
-        "restores": _restores(content["restores"]),
         "turns": _turns(content["turns"]),
         "padded": _times("layout", {name: content["padded"][key] for key, name in PADDED.items()})
         + say(content["padded"], PADDED_RATIO),
@@ -303,11 +298,6 @@ ROUND_TRIP = (
 def _times(head: str, found: Json) -> str:
     rows = [(name, *(_ms(ms[k]) for k in ("mean", "p50", "p95", "p99")), ms["n"]) for name, ms in found.items()]
     return table((head, "mean, ms", "p50", "p95", "p99", "n"), rows)
-
-
-def _restores(found: Json) -> str:
-    head = (f"{found['blocks']} blocks of {found['layers']} layers ({found['mb']} MB)", "p50, ms", "p95", "n")
-    return table(head, [(name, _ms(ms["p50"]), _ms(ms["p95"]), ms["n"]) for name, ms in found["ms"].items()])
 
 
 def _turns(found: Json) -> str:

@@ -32,9 +32,6 @@ ASKED = {10: 1.1, 100: 1.5, 1000: 3.0}
 SEEDED: Final = {"temperature": 0.8, "top_p": 0.95, "seed": 7}
 
 
-# --- bytes ---
-
-
 def bytes_per_token(folder: Path, lengths: Sequence[int]) -> Json:
     """What Qwen2-0.5B's cache takes: by its layout, in the arrays that a turn hands over, and in the turn's files."""
     model = RandomModel.make("Qwen2-0.5B", "bfloat16")
@@ -54,9 +51,6 @@ def bytes_per_token(folder: Path, lengths: Sequence[int]) -> Json:
 
 def file_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
-
-
-# --- the same answers ---
 
 
 def answers(bench: Bench, turns: Turns, lengths: Sequence[int], max_tokens: int) -> list[Json]:
@@ -79,9 +73,6 @@ def answers(bench: Bench, turns: Turns, lengths: Sequence[int], max_tokens: int)
         row["differs_from_mlx_lm_at"] = difference(greedy, reference)
         found.append(row)
     return found
-
-
-# --- the time of a whole answer ---
 
 
 def speed(bench: Bench, turns: Turns, n_tokens: int, *, rounds: int, cold_rounds: int, max_tokens: int) -> Json:
@@ -117,9 +108,6 @@ def speed(bench: Bench, turns: Turns, n_tokens: int, *, rounds: int, cold_rounds
     return row
 
 
-# --- all of it ---
-
-
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     note("bytes per token")
     sizes = bytes_per_token(folder / "bytes", (9,) if quick else (9, 100))
@@ -141,9 +129,6 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
         **{f"at_{n}_tokens_{least}_times": by_length.get(n, 0) >= least for n, least in ASKED.items()},
     }
     return {"verdict": verdict, "bytes": sizes, "answers": same, "speeds": speeds}
-
-
-# --- the report, from the results alone ---
 
 
 EXPECTED = {10: "1.1", 100: "1.5 to 2", 1000: "3 to 5"}

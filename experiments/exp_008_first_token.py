@@ -10,72 +10,17 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
-from unittest.mock import patch
 
 import numpy as np
 from bench import Bench, main
 from common import Json, drop_from_memory, in_turn, note, ratios, spread, timed
 from prompts import text_of
 from report import Report, columns, figure, lines, say, span, table, yes
-from stopwatch import Stopwatch
-from timed_turns import COLD, DISK, RAM, TimedTurn, Turns
-
-# --- where the time to a first token goes in the product ---
-# The product's own functions are wrapped while one turn runs; a part within a part counts for itself alone.
-
-PARTS = ("encode", "history", "find", "memory", "fill", "take over", "pass", "token", "rest")
-"""The prompt to tokens; the agent's transcript from the database; the files that should be there; the engine's memory;
-the cache into it, from verified files or from RAM; the engine takes the turn; the step that lets it join and begins the
-pass over its last token; the step that brings the token; the rest."""
-
-
-def parts_of(turn: Callable[[], TimedTurn], repeats: int) -> Json:
-    """Median milliseconds of each part, over some turns that end with the first token."""
-    found: dict[str, list[float]] = {name: [] for name in PARTS}
-    for _ in range(repeats):
-        watch = Stopwatch()
-        with ExitStack() as stack:
-            for owner, name, part in _watched():
-                stack.enter_context(patch.object(owner, name, _timed(getattr(owner, name), part, watch)))
-            seconds = turn().token_s[0]
-        watch.seconds["rest"] = seconds - sum(watch.seconds[name] for name in PARTS)
-        for name, values in found.items():
-            values.append(1000 * watch.seconds[name])
-    return {name: round(statistics.median(values), 2) for name, values in found.items()}
-
-
-def _timed(call: Callable[..., Any], part: str, watch: Stopwatch) -> Callable[..., Any]:
-    def timed(*args: Any, **options: Any) -> Any:
-        with watch.part("token" if part == "pass" and watch.seconds["pass"] else part):
-            return call(*args, **options)
-
-    return timed
-
-
-def _watched() -> list[tuple[Any, str, str]]:
-    """Classes, methods, and their parts."""
-    from stoker_worker.engine.batch_engine import BlockPoolBatchEngine
-    from stoker_worker.engine.transfer import MlxRoom
-    from stoker_worker.memory.lookup import _Target
-    from stoker_worker.memory.store import AgentCacheStore
-    from stoker_worker.models.tokenizer import ModelTokenizer
-    from stoker_worker.ports import SequenceCache
-
-    return [
-        (ModelTokenizer, "encode", "encode"),
-        (AgentCacheStore, "open_agent", "history"),
-        (AgentCacheStore, "restore", "find"),
-        (MlxRoom, "__init__", "memory"),
-        (_Target, "load_all", "fill"),
-        (SequenceCache, "copied_into", "fill"),
-        (BlockPoolBatchEngine, "submit", "take over"),
-        (BlockPoolBatchEngine, "step", "pass"),
-    ]
-
+from timed_turns import COLD, DISK, RAM, Turns
 
 DROPPED: Final = "disk, dropped"
 MLX_COLD, MLX_FILE, MLX_DROPPED = "mlx-lm, no cache", "mlx-lm, file", "mlx-lm, file dropped"
@@ -210,15 +155,11 @@ class Length:
             "disk_over_ram": ratios(self.seconds[DISK], self.seconds[RAM]),
             "copy_ms": spread(copies_ms(n_bytes, 5), digits=1),
             "read_from_disk_mb": {name: spread(found, digits=1) for name, found in self.read_mb.items()},
-            "parts_ms": {source: parts_of(lambda s=source: self._turn(s), 5) for source in (DISK, RAM)},  # type: ignore[misc]
             "same_token": len(self.tokens) == 1,
         }
 
-    def _turn(self, source: str) -> Any:
-        return self._turns.run(source, self._fields, n_tokens=1)
-
     def _of_turn(self, source: str) -> First:
-        turn = self._turn(source)
+        turn = self._turns.run(source, self._fields, n_tokens=1)
         return turn.token_s[0], turn.completion.generated_ids[0]
 
     def _after_drop(self, name: str, folder: Path, call: Callable[[], First]) -> First:
@@ -287,18 +228,9 @@ def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
                    "unit": "ms", "equal": found["same_token"]}  # fmt: skip
 
 
-# --- the report, from the results alone ---
-
-
-PAPER = {
-    "Gemma 3 12B": {1024: (3964, 475, 683), 2048: (7119, 495, 709), 4096: (15736, 577, 719)},
-    "DeepSeek-Coder-V2-Lite 16B": {1024: (1043, 234, 345), 2048: (1737, 246, 368), 4096: (3970, 271, 366)},
-    "Llama 3.1 8B": {1024: (2500, 260, 412), 2048: (4530, 274, 420), 4096: (10235, 290, 429)},
-}
-"""Milliseconds to the first token, cold, from disk and from RAM, by tokens: Table 3 of arXiv 2603.04428."""
-_NAMES = {"no cache": "without cache", "disk": "disk", "disk, dropped": "disk, files not in memory", "memory": "RAM",
-          "mlx-lm, no cache": "mlx-lm without cache", "mlx-lm, file": "mlx-lm's file",
-          "mlx-lm, file dropped": "mlx-lm's file, not in memory", "one pass": "one pass"}  # fmt: skip
+_NAMES = {COLD: "without cache", DISK: "disk", DROPPED: "disk, files not in memory", RAM: "RAM",
+          MLX_COLD: "mlx-lm without cache", MLX_FILE: "mlx-lm's file", MLX_DROPPED: "mlx-lm's file, not in memory",
+          PASS: "one pass"}  # fmt: skip
 
 
 def render(content: Json, results: Path) -> Report:
@@ -308,7 +240,7 @@ def render(content: Json, results: Path) -> Report:
                  "{speedup[mlx-lm, file][median]}")  # fmt: skip
     return Report("the first token from disk and from RAM", number, {
         "summary": _summary(rows), "first tokens": _first_tokens(rows), "speed-ups": _speedups(rows),
-        "disk and ram": _disk_and_ram(rows), "parts": _parts(rows), "paper": _paper(rows),
+        "disk and ram": columns(rows, DISK_AND_RAM),
     })  # fmt: skip
 
 
@@ -345,37 +277,11 @@ def _speedups(rows: list[Json]) -> str:
     return table(("tokens", *(_NAMES[name] for name in names), "disk above mlx-lm's file"), lines)
 
 
-def _disk_and_ram(rows: list[Json]) -> str:
-    loading = [
-        {source: row["parts_ms"][source]["memory"] + row["parts_ms"][source]["fill"] for source in ("disk", "memory")}
-        for row in rows
-    ]
-    return columns([{**row, "loading": one} for row, one in zip(rows, loading, strict=True)], {
-        "tokens": "{tokens}", "disk / RAM": "{disk_over_ram}", "one copy of the bytes, ms": "{copy_ms}",
-        "memory and fill: disk, ms": "{loading[disk]:.1f}", "RAM, ms": "{loading[memory]:.1f}",
-        "MB read from the disk after dropping: stoker": "{read_from_disk_mb[disk, dropped][median]}",
-        "mlx-lm": "{read_from_disk_mb[mlx-lm, file dropped][median]}",
-    })  # fmt: skip
-
-
-def _parts(rows: list[Json]) -> str:
-    lines = [
-        (row["tokens"], _NAMES[source], *(row["parts_ms"][source][name] for name in PARTS))
-        for row in rows
-        for source in ("disk", "memory")
-    ]
-    return table(("tokens", "from", *PARTS), lines)
-
-
-def _paper(rows: list[Json]) -> str:
-    def line(name: str, n: int, cold: float, disk: float, ram: float) -> tuple[str | int, ...]:
-        return name, n, *(f"{ms:.0f}" for ms in (cold, disk, ram)), f"{cold / disk:.1f}", f"{cold / ram:.1f}"
-
-    lines = [line(name, n, *found) for name, by_tokens in PAPER.items() for n, found in by_tokens.items()]
-    for row in rows:
-        found = (row["first_token_ms"][name]["median"] for name in ("no cache", "disk", "memory"))
-        lines.append(line("here", row["tokens"], *found))
-    return table(("model", "tokens", "cold, ms", "disk, ms", "RAM, ms", "disk: times as fast", "RAM"), lines)
+DISK_AND_RAM = {
+    "tokens": "{tokens}", "disk / RAM": "{disk_over_ram}", "one copy of the bytes, ms": "{copy_ms}",
+    "MB read from the disk after dropping: stoker": "{read_from_disk_mb[disk, dropped][median]}",
+    "mlx-lm": "{read_from_disk_mb[mlx-lm, file dropped][median]}",
+}  # fmt: skip
 
 
 def plot(content: Json, results: Path) -> None:
@@ -386,9 +292,6 @@ def plot(content: Json, results: Path) -> None:
         lines(left, tokens, {_NAMES[name]: [row["first_token_ms"][name] for row in rows] for name in shown})
         shown = (DISK, RAM, MLX_FILE)
         lines(right, tokens, {_NAMES[name]: [row["speedup"][name]["median"] for row in rows] for name in shown})
-        for model, by_tokens in PAPER.items():
-            found = {f"the paper's, disk: {model}": [cold / disk for cold, disk, _ in by_tokens.values()]}
-            lines(right, list(by_tokens), found, ls=":", color="grey", marker="")
         left.set_ylabel("ms to the first token")
         right.set_ylabel("times as fast as its own cold start")
         for axes in (left, right):

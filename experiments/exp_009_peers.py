@@ -171,9 +171,6 @@ def _versions_found(python: str | None) -> Json:
     return dict(json.loads(subprocess.check_output([python, "-c", code])))
 
 
-# --- the report, from the results alone ---
-
-
 _ASKED = {FIRST: 0.75}
 _LATER = 1.0
 RATIOS = {"stoker's round": "{kind}", "beside (best peer)": "{best}", "ratio": "{ratio}", "asked, at most": "{asked}"}

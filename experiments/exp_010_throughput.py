@@ -241,9 +241,6 @@ def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
         yield from rows("pipeline", others["pipeline"])
 
 
-# --- the report, from the results alone ---
-
-
 TARGETS = {"engine": 0.97, "pipeline": 0.95}
 RATIOS = {
     "load": "{name}", "tokens": "{generated}", "bare, tokens/s": "{bare_tokens_per_s:.3g}",

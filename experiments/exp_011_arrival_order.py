@@ -10,18 +10,17 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from bench import Bench, main
-from common import Json, note, ratios, spread
+from common import Json, in_turn, note, ratios, spread
 from prompts import SIX_KINDS, text_of
 from report import Report, bars, columns, figure, say, span
 from rows_bench import Contexts, Job, Load, Rectangle, Rows, Run, run_once, same_tokens
 
-# --- what the passes of a batch do, counted: passes, tokens fed and attended to, bytes copied ---
 # The counts depend on the sequences and their order, not on the machine. Padding is what they exceed the sequences' own
 # tokens by.
 
@@ -43,9 +42,6 @@ class Counts:
     attended: int = 0
     copied_bytes: int = 0
     _is_prefill = False
-
-    def as_json(self) -> Json:
-        return asdict(self)
 
     def model(self, model: Any) -> Any:
         return _CountedModel(model, self)
@@ -159,14 +155,11 @@ def _keys_of_all_rows(n_rows: int, cache: Any) -> int:
 
 
 MODES = (Rectangle, Rows)
-NAMES = ("rectangle", "rows")
+NAMES = tuple(mode.name for mode in MODES)
 SORTED = "sorted"
 SHORT_BETWEEN = 3
 """Short sequences after each long one, in the mixed order."""
 MOST_LOST, MOST_PADDED, LEAST_CHURN = 0.1, 0.05, 0.95
-
-
-# --- the sequences ---
 
 
 @dataclass(frozen=True)
@@ -195,17 +188,15 @@ FULL = Sizes(8, ((1200, 2), (400, 4)), 14, (20, 80), (8, 24), 16, 3, 108, 3)
 QUICK = Sizes(3, ((300, 1),), 4, (10, 30), (2, 4), 3, 2, 8, 1)
 
 
-def orders(bench: Bench, sizes: Sizes) -> dict[str, list[int]]:
+def orders(lengths: Sequence[int]) -> dict[str, list[int]]:
     """The places of the same jobs in each order."""
-    dice = random.Random(11)
-    lengths = [job.n_tokens for job in jobs(bench, sizes)]
-    shuffled = dice.sample(range(len(lengths)), len(lengths))
     by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
     left, mixed = deque(by_length), []
     while left:
         mixed.append(left.pop())
         mixed += [left.popleft() for _ in range(min(SHORT_BETWEEN, len(left)))]
-    return {"as they come": shuffled, SORTED: by_length, "mixed": mixed}
+    as_they_come = random.Random(11).sample(range(len(lengths)), len(lengths))
+    return {"as they come": as_they_come, SORTED: by_length, "mixed": mixed}
 
 
 def jobs(bench: Bench, sizes: Sizes) -> list[Job]:
@@ -246,9 +237,6 @@ def _ids(bench: Bench, n_tokens: int, seed: int) -> tuple[int, ...]:
     return tuple(bench.encode(text_of(bench.encode, SIX_KINDS[seed % len(SIX_KINDS)], n_tokens, seed=seed)))
 
 
-# --- the runs ---
-
-
 @dataclass
 class Measured:
     """A load's rounds in one mode; its tokens are those of the jobs as they were made, not in the load's order."""
@@ -257,25 +245,23 @@ class Measured:
     counts: list[Counts] = field(default_factory=list)
 
 
+Loads = dict[str, tuple[Load, Sequence[int]]]
+"""By name, with the places of its jobs among those that were made."""
 Found = dict[str, dict[str, Measured]]
 """By load, and by mode."""
 
 
-def measured(bench: Bench, loads: dict[str, tuple[Load, Sequence[int]]], rounds: int) -> Found:
-    """Let all loads take turns in both modes, each round beginning with another one."""
+def measured(bench: Bench, loads: Loads, rounds: int) -> Found:
+    """Let all loads take turns in both modes."""
     contexts = Contexts(bench)
-    found: Found = {name: {mode.name: Measured() for mode in MODES} for name in loads}
-    turns = [(name, mode) for name in loads for mode in MODES]
-    for number in range(rounds):
-        first = number * len(turns) // rounds
-        for name, mode in (turns[first:] + turns[:first])[:: 1 if number % 2 == 0 else -1]:
-            load, order = loads[name]
-            counts = Counts()
-            run = run_once(bench, contexts, load, mode, counts)
-            note(f"{name}, round {number + 1} of {rounds}: {mode.name} {run.seconds:.1f} s")
-            tokens = dict(zip(order, run.tokens, strict=True))
-            found[name][mode.name].runs.append(replace(run, tokens=[tokens[n] for n in sorted(tokens)]))
-            found[name][mode.name].counts.append(counts)
+    found: Found = {name: {mode: Measured() for mode in NAMES} for name in loads}
+    for number, (name, mode) in in_turn([(name, mode) for name in loads for mode in MODES], rounds):
+        (load, order), counts = loads[name], Counts()
+        run = run_once(bench, contexts, load, mode, counts)
+        note(f"{name}, round {number + 1} of {rounds}: {mode.name} {run.seconds:.1f} s")
+        tokens = dict(zip(order, run.tokens, strict=True))
+        found[name][mode.name].runs.append(replace(run, tokens=[tokens[n] for n in sorted(tokens)]))
+        found[name][mode.name].counts.append(counts)
     return found
 
 
@@ -301,20 +287,19 @@ def shown(load: Load, measured: Measured) -> Json:
     }
 
 
-def ratio(slower: Measured, faster: Measured) -> Json:
-    """Speed of the second to the first's, round by round."""
-    return ratios([run.seconds for run in slower.runs], [run.seconds for run in faster.runs])
-
-
-def described(loads: dict[str, tuple[Load, Sequence[int]]], found: Found, base: str) -> list[Json]:
+def described(loads: Loads, found: Found, base: str) -> list[Json]:
     """Each load in both modes, its speed to that of `base` in the same mode, and of rows to the rectangle."""
+
+    def seconds(name: str, mode: str) -> list[float]:
+        return [run.seconds for run in found[name][mode].runs]
+
     return [
         {
             "key": name,
             "name": load.name,
-            **{mode.name: shown(load, found[name][mode.name]) for mode in MODES},
-            "to_base": {mode.name: ratio(found[base][mode.name], found[name][mode.name]) for mode in MODES},
-            "rows_to_rectangle": ratio(found[name]["rectangle"], found[name]["rows"]),
+            **{mode: shown(load, found[name][mode]) for mode in NAMES},
+            "to_base": {mode: ratios(seconds(base, mode), seconds(name, mode)) for mode in NAMES},
+            "rows_to_rectangle": ratios(*(seconds(name, mode) for mode in NAMES)),
         }
         for name, (load, _) in loads.items()
     ]
@@ -323,26 +308,24 @@ def described(loads: dict[str, tuple[Load, Sequence[int]]], found: Found, base: 
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     sizes = QUICK if quick else FULL
     made = jobs(bench, sizes)
-    by_order = {
+    by_order: Loads = {
         name: (Load(name, name, sizes.places, 0.0, [made[n] for n in order]), order)
-        for name, order in orders(bench, sizes).items()
+        for name, order in orders([job.n_tokens for job in made]).items()
     }
     steady, churn = coming_and_going(bench, sizes)
-    places = range(len(churn))
-    least, most = min(job.max_tokens for job in churn), max(job.max_tokens for job in churn)
-    by_coming = {
-        "steady": (Load("steady", f"{steady[0].max_tokens} tokens each", sizes.churn_places, 0.0, steady), places),
-        "churn": (Load("churn", f"{least} to {most} tokens", sizes.churn_places, 0.0, churn), places),
-    }
+    lengths, places = [job.max_tokens for job in churn], range(len(churn))
+    by_coming: Loads = {
+        name: (Load(name, title, sizes.churn_places, 0.0, those), places)
+        for name, title, those in (("steady", f"{steady[0].max_tokens} tokens each", steady),
+                                   ("churn", f"{min(lengths)} to {max(lengths)} tokens", churn))
+    }  # fmt: skip
     measured(bench, {"warm": (replace(by_coming["steady"][0], jobs=steady[:2]), range(2))}, 1)
     in_orders, in_coming = measured(bench, by_order, sizes.rounds), measured(bench, by_coming, sizes.rounds)
     arrival, turnover = described(by_order, in_orders, SORTED), described(by_coming, in_coming, "steady")
-    every_order = [run for modes in in_orders.values() for one in modes.values() for run in one.runs]
-    same = same_tokens(every_order) + sum(
+    same = same_tokens(run for modes in in_orders.values() for one in modes.values() for run in one.runs) + sum(
         same_tokens(run for one in modes.values() for run in one.runs) for modes in in_coming.values()
     )
-    runs = [one for found in (in_orders, in_coming) for modes in found.values() for one in modes.values()]
-    every = [*arrival, *turnover]
+    every = [one for found in (in_orders, in_coming) for modes in found.values() for one in modes.values()]
     verdict = {
         "no_order_costs_rows_more_than_10_percent": all(
             load["to_base"]["rows"]["median"] >= 1 - MOST_LOST for load in arrival
@@ -350,21 +333,16 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
         "rows_attend_to_at_most_5_percent_of_padding": all(
             load["rows"]["attention_padded"] <= MOST_PADDED for load in arrival
         ),
-        "rows_are_never_slower_than_the_rectangle": all(load["rows_to_rectangle"]["median"] >= 1 for load in every),
+        "rows_are_never_slower_than_the_rectangle": all(
+            load["rows_to_rectangle"]["median"] >= 1 for load in (*arrival, *turnover)
+        ),
         "churn_at_0_95_of_a_steady_batch": turnover[-1]["to_base"]["rows"]["median"] >= LEAST_CHURN,
-        "the_counts_are_the_same_in_every_round": all(count == one.counts[0] for one in runs for count in one.counts),
+        "the_counts_are_the_same_in_every_round": all(count == one.counts[0] for one in every for count in one.counts),
         "all_tokens_equal": same == len(made) + 2 * len(churn),
     }
-    return {
-        "verdict": verdict,
-        "sizes": {"places": sizes.places, "jobs": len(made), "contexts": sizes.contexts, "short": sizes.short,
-                  "n_short": sizes.n_short, "churn_places": sizes.churn_places, "churn_jobs": len(churn)},
-        "arrival": arrival,
-        "turnover": turnover,
-    }  # fmt: skip
-
-
-# --- the report, from the results alone ---
+    told = {"jobs": len(made), "churn_jobs": len(churn)}
+    told |= {name: getattr(sizes, name) for name in ("places", "contexts", "short", "n_short", "churn_places")}
+    return {"verdict": verdict, "sizes": told, "arrival": arrival, "turnover": turnover}
 
 
 SPEEDS = {
@@ -377,6 +355,10 @@ COUNTS = {
     "their places occupied": "{places_occupied:.1%}", "prefill passes": "{prefill_passes}",
     "padding in prefill": "{prefill_padded:.1%}", "padding in attention": "{attention_padded:.1%}",
 }  # fmt: skip
+SIZES = (
+    "Orders: {jobs} sequences in {places} places: {restored}, {n_short} with {short[0]} to {short[1]} new tokens. "
+    "Turnover: {churn_jobs} sequences in {churn_places} places."
+)
 
 
 def render(content: Json, results: Path) -> Report:
@@ -384,54 +366,38 @@ def render(content: Json, results: Path) -> Report:
     number = say(
         content["turnover"][-1], "rows that come and go have {to_base[rows][median]} of a steady batch's speed"
     )
-    return Report("what padding and the order of arrival cost", number, {
-        "summary": _summary(content), "sizes": _sizes(content["sizes"]),
-        "arrival": columns(_by_mode(content["arrival"]), {**SPEEDS, "speed, 1 = sorted": "{to_base}"}),
-        "arrival counts": columns(_by_mode(content["arrival"]), COUNTS),
-        "turnover": columns(_by_mode(content["turnover"]), {**SPEEDS, "speed, 1 = steady": "{to_base}"}),
-        "turnover counts": columns(_by_mode(content["turnover"]), COUNTS),
-    })  # fmt: skip
+    restored = ", ".join(
+        f"{n} with {tokens} restored tokens and 32 new ones" for tokens, n in content["sizes"]["contexts"]
+    )
+    parts = {"summary": _summary(content), "sizes": say({**content["sizes"], "restored": restored}, SIZES)}
+    for kind, base in (("arrival", "sorted"), ("turnover", "steady")):
+        rows = [
+            {**load[mode], "order": load["key"] if load["key"] == load["name"] else f"{load['key']}: {load['name']}",
+             "mode": mode, "to_base": load["to_base"][mode],
+             "to_rectangle": load["rows_to_rectangle"] if mode == "rows" else None}
+            for load in content[kind] for mode in NAMES
+        ]  # fmt: skip
+        parts |= {kind: columns(rows, {**SPEEDS, f"speed, 1 = {base}": "{to_base}"}),
+                  f"{kind} counts": columns(rows, COUNTS)}  # fmt: skip
+    return Report("what padding and the order of arrival cost", number, parts)
 
 
 def _summary(content: Json) -> str:
     arrival, churn = content["arrival"], content["turnover"][-1]
     worst = {mode: min(arrival, key=lambda load: load["to_base"][mode]["median"]) for mode in NAMES}
     most = max(arrival, key=lambda load: load["rectangle"]["attention_padded"])
-    lines = [
+    same = content["verdict"]["all_tokens_equal"]
+    return "\n".join((
         f"In mlx-lm's rectangle the worst order ({worst['rectangle']['key']}) has "
         f"{span(worst['rectangle']['to_base']['rectangle'])} of the speed of the sorted one, in rows "
         f"({worst['rows']['key']}) {span(worst['rows']['to_base']['rows'])}.",
-        f"Up to {most['rectangle']['attention_padded']:.0%} of what the rectangle's decode passes attend to is padding "
-        f"({most['key']}); in rows {most['rows']['attention_padded']:.1%}. In that order it copies "
-        f"{most['rectangle']['copied_mb']} MB, rows {most['rows']['copied_mb']} MB.",
-        f"Sequences that come and go one by one have {span(churn['to_base']['rows'])} of the speed of as many that "
-        f"come and go together, in rows (asked: 0.95), and {span(churn['to_base']['rectangle'])} in the rectangle.",
-        "Every sequence has the same tokens in all runs."
-        if content["verdict"]["all_tokens_equal"]
-        else "NOT every sequence has the same tokens in all runs.",
-    ]
-    return "\n".join(lines)
-
-
-def _sizes(sizes: Json) -> str:
-    contexts = ", ".join(f"{n} with {tokens} restored tokens and 32 new ones" for tokens, n in sizes["contexts"])
-    least, most = sizes["short"]
-    return (
-        f"Orders: {sizes['jobs']} sequences in {sizes['places']} places: {contexts}, {sizes['n_short']} with "
-        f"{least} to {most} new tokens. Turnover: {sizes['churn_jobs']} sequences in {sizes['churn_places']} places."
-    )
-
-
-def _by_mode(loads: list[Json]) -> list[Json]:
-    return [
-        {**load[mode], "order": _named(load), "mode": mode, "to_base": load["to_base"][mode],
-         "to_rectangle": load["rows_to_rectangle"] if mode == "rows" else None}
-        for load in loads for mode in NAMES
-    ]  # fmt: skip
-
-
-def _named(load: Json) -> str:
-    return load["key"] if load["key"] == load["name"] else f"{load['key']}: {load['name']}"
+        say(most, "Up to {rectangle[attention_padded]:.0%} of what the rectangle's decode passes attend to is padding "
+            "({key}); in rows {rows[attention_padded]:.1%}. In that order it copies {rectangle[copied_mb]} MB, rows "
+            "{rows[copied_mb]} MB."),
+        say(churn, "Sequences that come and go one by one have {to_base[rows]} of the speed of as many that come and "
+            "go together, in rows (asked: 0.95), and {to_base[rectangle]} in the rectangle."),
+        f"{'Every' if same else 'NOT every'} sequence has the same tokens in all runs.",
+    ))  # fmt: skip
 
 
 def plot(content: Json, results: Path) -> None:

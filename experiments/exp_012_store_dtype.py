@@ -195,9 +195,6 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
             "perplexity_ratios": perplexity, "greedy": answers}  # fmt: skip
 
 
-# --- the report, from the results alone ---
-
-
 def render(content: Json, results: Path) -> Report:
     plot(content, results)
     share = content["sizes"]["modes"]["q8"]["block_bytes_per_token_ratio"]

@@ -127,9 +127,6 @@ def short_form(bench: object, folder: Path) -> list[Json]:
     return [{"what": "jobs per second / RQ's SimpleWorker", "ratio": rate["ratio"], "asked": "at least 1.5"}]
 
 
-# --- the report, from the results alone ---
-
-
 def render(content: Json, results: Path) -> Report:
     plot(content, results)
     claims, rate, step = content["claims"], content["rates"], content["steps"]

@@ -35,8 +35,6 @@ MOST_RATIO = 1.15
 MOST_STEP = 2.0
 
 
-# --- a: rounds, after restarts and from a worker that stays ---
-
 RESTARTS = {"SIGTERM": signal.SIGTERM, "SIGKILL": signal.SIGKILL}
 STAYS = "none"
 
@@ -92,9 +90,6 @@ def _turn(producer: Producer, prompts: dict[str, str], max_tokens: int, stored: 
     for result in results:
         stored[result.agent_id] = result.usage.prompt_tokens + result.usage.completion_tokens
     return {"s": seconds, "sources": [result.cache.source for result in results], "again": max(again)}
-
-
-# --- b: steps of decoding sequences while a long memory is restored ---
 
 
 def steps(bench: Bench, folder: Path, *, blocks: int, rows: int, repeats: int) -> Json:
@@ -190,9 +185,6 @@ def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
                "ratio": ratio, "asked": f"at most {MOST_RATIO}", "first": found["round_s"][kind],
                "second": found["round_s"][STAYS], "unit": "s",
                "equal": found["stored_tokens_prefilled_again"] <= 1}  # fmt: skip
-
-
-# --- the report, from the results alone ---
 
 
 _ROUNDS = {"none": "stays", "SIGTERM": "stopped and restarted", "SIGKILL": "killed and restarted"}

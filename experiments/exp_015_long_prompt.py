@@ -80,9 +80,6 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     return {"verdict": verdict, "max_step_s": MAX_STEP_S, "found": found}
 
 
-# --- the report, from the results alone ---
-
-
 SUMMARY = (
     "While a prompt of {long_prompt[median]:.0f} tokens was prefilled, the sequences beside it decoded at "
     "{speed[median]} of their speed (median of {speed[n]} runs, {speed[min]} to {speed[max]}; target: at least 0.5). A "

@@ -160,9 +160,6 @@ def run(folder: Path, *, quick: bool) -> Json:
             "long": long}  # fmt: skip
 
 
-# --- the report, from the results alone ---
-
-
 SUMMARY = (
     "{worker[with_memory_per_s][median]:.0f} jobs/s with memory. {last[agents]:,} agents cost "
     "{direct[rss_growth_mb]:+.0f} MB of memory and {restart[stores_part_s]:+.2f} s of a start; {turns:,} turns open in "

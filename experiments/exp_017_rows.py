@@ -25,8 +25,6 @@ from works import let_decode, work
 from stoker_worker.ports import GenerationWork, SequenceCache
 from stoker_worker.ports.model import Batching, ServingMode
 
-# --- the loads: rows that are unequal, that come and go, or that are alike, and what was asked for in each ---
-
 SIZES = (1, 2, 4, 8, 32)
 MIXED, RESTORED, COMING, EQUAL = 2.5, 1.4, 1.1, 1.0
 """Times mlx-lm's speed."""
@@ -95,9 +93,6 @@ LEAST = 0.97
 MOST_LONGEST, MOST_JOIN, MOST_MEMORY = 1.5, 1.3, 1.15
 
 
-# --- rows against the rectangle ---
-
-
 def measured(bench: Bench, contexts: Contexts, load: Load, rounds: int) -> Json:
     """Let the contestants take turns; ratios are taken within a round."""
     note(f"{load.name}, {rounds} rounds")
@@ -124,19 +119,6 @@ def measured(bench: Bench, contexts: Contexts, load: Load, rounds: int) -> Json:
             for name, runs in load.runs.items()
         },
     }
-
-
-def memory_over_time(load: Load) -> Json:
-    """MB after some of the steps of each contestant's last round."""
-    found = {}
-    for name, runs in load.runs.items():
-        memory = runs[-1].memory
-        kept = memory[:: max(1, len(memory) // 150)]
-        found[name] = {"s": [round(s, 2) for s, _ in kept], "mb": [round(n / 1e6, 1) for _, n in kept]}
-    return {"load": load.name, **found}
-
-
-# --- a long restored row joins, through the engine ---
 
 
 def joining(bench: Bench, batching: Batching, *, rows: int, n_tokens: int, repeats: int) -> Json:
@@ -188,20 +170,15 @@ def _restored(bench: Bench, n_tokens: int) -> GenerationWork:
     return work(rng.integers(1000, 9000, n_tokens + 1).tolist(), 8, SequenceCache(n_tokens, (), room=room))
 
 
-# --- all of it ---
-
-
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     contexts = Contexts(bench)
-    found, memory = [], {}
+    found = []
     warm_up(bench, contexts)
     for load in loads(bench, QUICK if quick else FULL):
         found.append(measured(bench, contexts, load, 1 if quick else ROUNDS[load.key]))
-        if load.key == "short":
-            memory = memory_over_time(load)
     sizes = {"rows": 2, "n_tokens": 600, "repeats": 1} if quick else {"rows": 7, "n_tokens": 8192, "repeats": 5}
     joins = {str(batching): joining(bench, batching, **sizes) for batching in (Batching.ROWS, Batching.BATCHED)}
-    return {"verdict": verdict(found, joins[str(Batching.ROWS)]), "loads": found, "joins": joins, "memory": memory}
+    return {"verdict": verdict(found, joins[str(Batching.ROWS)]), "loads": found, "joins": joins}
 
 
 def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
@@ -240,9 +217,6 @@ def verdict(found: list[Json], join: Json) -> Json:
         "peak_memory_at_most_1_15_times_the_rows": max(load["rows"]["peak_to_rows"] for load in mixed) <= MOST_MEMORY,
         "all_tokens_equal": all(load["same_rows"] == load["n_rows"] for load in found),
     }
-
-
-# --- the report, from the results alone ---
 
 
 def render(content: Json, results: Path) -> Report:
@@ -297,9 +271,8 @@ def _joins(joins: Json) -> str:
 
 
 def plot(content: Json, results: Path) -> None:
-    loads, joins, memory = content["loads"], content["joins"], content["memory"]
-    names = ("mlx-lm", "rows")
-    with figure(content, results, "rows", (15, 4.5), panels=(1, 3)) as (ratios, steps, used):
+    loads, joins = content["loads"], content["joins"]
+    with figure(content, results, "rows", (11, 4.5), panels=(1, 2)) as (ratios, steps):
         found = {"times mlx-lm's speed": "ratio", "asked for": "target"}
         keys = [load["key"].replace("_", " ") for load in loads]
         bars(ratios, keys, {name: [load[key] for load in loads] for name, key in found.items()})
@@ -308,9 +281,6 @@ def plot(content: Json, results: Path) -> None:
             longest = max(join["steps"], key=len)
             lines(steps, range(1, len(longest) + 1), {mode: longest})
         steps.set(yscale="log", xlabel="step since the long row was submitted", ylabel="time of a step, 1 = quiet")
-        for name in names:
-            lines(used, memory[name]["s"], {name: memory[name]["mb"]}, marker="")
-        used.set(xlabel=f"seconds; {memory['load']}", ylabel="MB in use after a step", ylim=(0, None))
 
 
 if __name__ == "__main__":

@@ -147,9 +147,6 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     }
 
 
-# --- the report, from the results alone ---
-
-
 def render(content: Json, results: Path) -> Report:
     plot(content, results)
     ratio, change = content["capacity"][-1]["ratio"], percent(content["perplexity_ratio"])

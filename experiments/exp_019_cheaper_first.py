@@ -210,9 +210,6 @@ def _by_task(lines: Sequence[Line], begun: Sequence[str]) -> Json:
     return found
 
 
-# --- the report, from the results alone ---
-
-
 def render(content: Json, results: Path) -> Report:
     plot(content, results)
     accepted, alone, cost = (content[name] for name in ("accepted_percent", "large_alone_percent", "cost_percent"))

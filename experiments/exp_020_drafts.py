@@ -17,8 +17,6 @@ from works import chat_work
 
 from stoker_worker.ports import CompletedGeneration, GenerationWork
 
-# --- what EXP-020 asks: for answers that quote their context, and for answers that do not ---
-
 _CODE: Final = """def shortest_path(graph, start, goal):
     queue, seen = [(0.0, start)], set()
     while queue:
@@ -69,9 +67,6 @@ KINDS = {"quoting": QUOTING, "other": OTHER}
 WIDTHS = (1, 2, 4)
 LEAST_QUOTING, LEAST_OTHER = 1.2, 0.97
 TURN_STEPS = 12
-
-
-# --- answers ---
 
 
 class Answers:
@@ -161,9 +156,6 @@ def measured(
     }
 
 
-# --- all of it ---
-
-
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     sizes = {"rounds": 1, "prompts": 2, "max_tokens": 24} if quick else {"rounds": 3, "prompts": 4, "max_tokens": 96}
     widths = WIDTHS[:1] if quick else WIDTHS
@@ -186,9 +178,6 @@ def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
         yield {"what": f"with drafts / without, in speed: {kind} answers", "ratio": found["ratio"],
                "asked": f"at least {least}", "first": drafted, "second": without, "unit": "tokens/s",
                "equal": found["same_answers"] == found["answers"]}  # fmt: skip
-
-
-# --- the report, from the results alone ---
 
 
 def render(content: Json, results: Path) -> Report:

@@ -58,9 +58,6 @@ FULL = Size(2000, 300, 1000, (4, 24), 100, 40, 512 << 20)
 QUICK = Size(32, 6, 60, (2, 4), 12, 8, 4 << 20)
 
 
-# --- the load ---
-
-
 def day(bench: Bench, size: Size) -> list[dict[str, Any]]:
     """The requests of all jobs, in the order of their submission."""
     dice = random.Random(21)
@@ -93,9 +90,6 @@ def _agent(dice: random.Random, number: int, turns: list[int], recent: list[int]
         recent.remove(agent)
     recent.append(agent)
     return agent
-
-
-# --- what it shows ---
 
 
 def add_predictions(found: list[Json]) -> None:
@@ -196,9 +190,6 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
         "more_cpu_per_1000_jobs": slope(steady, "cpu_of_predicted"),
         "slices": found,
     }
-
-
-# --- the report, from the results alone ---
 
 
 _ROWS = 10

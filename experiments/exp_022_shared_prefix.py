@@ -144,9 +144,6 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     return {"verdict": verdict, "cells": found}
 
 
-# --- the report, from the results alone ---
-
-
 NAMES = ("a copy each", "shared")
 
 

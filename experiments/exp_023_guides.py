@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench import Bench, main
-from common import Json, note, spread, take_turns, timed
-from report import Report, bars, columns, figure, say
+from common import Json, note, spread, take_turns
+from report import Report, bars, columns, figure
 from works import chat_work, let_decode
 
 from stoker_shared.errors import GuideRefused
 from stoker_worker.ports import GenerationWork
 
-SCHEMAS, ANSWER_TOKENS, MASK_TOKENS, ROWS, TURN_STEPS = 100, 128, 64, 8, 8
+SCHEMAS, ANSWER_TOKENS, ROWS, TURN_STEPS = 100, 128, 8, 8
 MOST_LOST = 0.05
 RECORDS: Final[Json] = {
     "type": "array",
@@ -118,9 +118,6 @@ def validity(bench: Bench, schemas: Sequence[Json], temperature: float) -> Json:
     return found
 
 
-# --- cost ---
-
-
 class Decoding:
     """Rows that decode together and do not end before `max_tokens`."""
 
@@ -170,16 +167,6 @@ def cost(bench: Bench, temperature: float, rounds: int, turns: int) -> Json:
     }
 
 
-def mask_us(bench: Bench, tokens: int) -> Json:
-    """Microseconds in which a guide takes a token and makes its mask."""
-    one = work(bench, RECORDS, max_tokens=tokens, temperature=1.0, seed=1)
-    (end,) = bench.answers([one])
-    assert one.guide is not None
-    one.guide.start(())
-    ordered = sorted(1000 * timed(partial(one.guide.after, token)) for token in (None, *end.generated_ids))
-    return {"n": len(ordered), "median": round(statistics.median(ordered)), "most": round(ordered[-1])}
-
-
 def beside(bench: Bench, max_tokens: int) -> Json:
     """A batch of eight with one guided row: are the others as they are alone?"""
     works = [work(bench, {"type": "object"}, max_tokens=max_tokens, temperature=0.0, seed=n) for n in range(ROWS)]
@@ -206,11 +193,7 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
         "rows_beside_a_guided_one_are_as_alone": same["same"] == same["plain_rows"],
     }
     schemas = {"taken": len(taken), "refused": len(refused), "reasons": refused}
-    return {"verdict": verdict, "schemas": schemas, "validity": valid, "costs": costs,
-            "mask_us": mask_us(bench, 8 if quick else MASK_TOKENS), "beside": same}  # fmt: skip
-
-
-# --- the report, from the results alone ---
+    return {"verdict": verdict, "schemas": schemas, "validity": valid, "costs": costs, "beside": same}
 
 
 def render(content: Json, results: Path) -> Report:
@@ -229,7 +212,7 @@ def render(content: Json, results: Path) -> Report:
     number = f"{whole} whole answers, {all_valid}; {worst['speed']['median']} of the speed"
     return Report("answers that follow a schema", number, {
         "summary": summary, "validity": columns(found, VALIDITY), "refused": _refused(content["schemas"]),
-        "costs": columns(content["costs"], COSTS) + say(content["mask_us"], MASKS),
+        "costs": columns(content["costs"], COSTS),
     })  # fmt: skip
 
 
@@ -242,9 +225,6 @@ COSTS = {
     "guided": "{guided_step_ms}", "speed of the guided rows": "{speed}",
     "the middle half of it": "{speed[middle_half][0]} to {speed[middle_half][1]}",
 }  # fmt: skip
-MASKS = (
-    "\n\nTo take a token and make a mask, a guide needs {median} µs in the median, and {most} µs at most ({n} masks)."
-)
 
 
 def _refused(schemas: Json) -> str:

@@ -189,9 +189,6 @@ def measure(args: argparse.Namespace, *, quick: bool) -> Json:
     return {"machine": facts, "verdict": {"both_parts_have_run": len(parts) == len(PARTS), **verdict}, "parts": parts}
 
 
-# --- the report, from the results alone ---
-
-
 NAMES = {
     "rss_mb": "worker's resident memory, MB", "heap_mb": "in use on its C heap, MB", "fds": "open descriptors",
     "threads": "threads",

@@ -174,9 +174,6 @@ def run(folder: Path, *, quick: bool) -> Json:
     return {"machine": machine, "verdict": verdict, "jobs": rows, "alone": alone, "before": BEFORE, "elsewhere": aside}
 
 
-# --- the report, from the results alone ---
-
-
 def render(content: Json, results: Path) -> Report:
     plot(content, results)
     jobs, elsewhere = content["jobs"], content["elsewhere"]

@@ -28,7 +28,6 @@ from stoker_worker.queue.lease import NO_STORE, Lease, OwnStore
 from stoker_worker.queue.rq_queue import RqQueue, open_queue
 from stoker_worker.settings import read_settings
 
-# --- how busy a fleet keeps one server: counts of calls from virtual time, times of calls from a real server ---
 # Calls that are not played (start and end of jobs, heartbeats, progress) are counted by the product's defaults.
 
 MOST_SHARE: Final = 0.7
@@ -83,8 +82,6 @@ def end_of_one_server(fleet: Json, cost: Json, *, most: int) -> int:
         low, high = (middle, high) if computed(fleet, cost, middle)["share"] <= MOST_SHARE else (low, middle - 1)
     return low
 
-
-# --- what the product's calls cost a real Redis server: commands, and processor time of the server's main thread ---
 
 QUEUE = "generate"
 RESULT = {"text": "word " * 200, "usage": {"prompt_tokens": 4000, "cached_tokens": 3600, "completion_tokens": 200}}
@@ -262,9 +259,6 @@ def run(folder: Path, *, quick: bool) -> Json:
         "one_server": {"cost": cost, "computed_like": like["name"], "one_queue": one_queue,
                        "ends_at_workers": end_of_one_server(like, cost, most=10_000)},
     }  # fmt: skip
-
-
-# --- the report, from the results alone ---
 
 
 def render(content: Json, results: Path) -> Report:

@@ -224,8 +224,6 @@ def _cases(model: RandomModel, *, quick: bool) -> dict[str, Callable[[Path], Jso
     return cases
 
 
-# --- the report, from the results alone ---
-
 CELLS = {
     "model": "{model}", "case": "{case}", "tokens in the prompts": "{tokens}", "prefilled": "{prefilled}",
     "by those of the plain model": "{of_plain}", "first token, times as soon": "{sooner}", "answers equal": "{exact}",

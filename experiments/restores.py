@@ -19,7 +19,6 @@ import numpy as np
 from bench import Bench, Prepared
 from common import Json, in_turn, note, percentiles, spread, timed
 from prompts import text_of
-from stopwatch import Stopwatch
 from synthetic_cache import SavedAgent, same, smollm2_layers
 from timed_turns import COLD, DISK, Turns
 
@@ -202,38 +201,6 @@ def page_faults() -> int:
 AGENTS, ANSWER_TOKENS = 5, 16
 
 
-def five_restores(folder: Path, *, blocks: int, rounds: int) -> Json:
-    """Five agents of SmolLM2's 30 layers: one alone, all in turn as a worker's loader does, all at once by threads."""
-    spec, n_tokens = smollm2_layers(30), blocks * BLOCK_TOKENS
-    samples: dict[str, list[float]] = {name: [] for name in ("alone", "each at once", "last in turn", "last at once")}
-    with closing(AgentCacheStore(folder / "restores")) as store, ThreadPoolExecutor(AGENTS) as threads:
-        agents = [SavedAgent.save(store, spec, n_tokens, seed=seed) for seed in range(AGENTS)]
-        note(f"{AGENTS} restores of {blocks} blocks beside each other")
-        for done in range(-2, rounds):
-            taken: dict[str, list[float]] = {}
-            begin = time.perf_counter()
-            taken["alone"] = [_restored_ms(agents[done % AGENTS], n_tokens, begin)]
-            for name, restores in (("in turn", map), ("at once", threads.map)):
-                begin = time.perf_counter()
-                ends = list(restores(partial(_restored_ms, n_tokens=n_tokens, begin=begin), agents))
-                taken[f"last {name}"] = [max(ends)]
-                taken[f"each {name}"] = ends
-            if done >= 0:
-                for name in samples:
-                    samples[name] += taken[name]
-    return {"agents": AGENTS, "blocks": blocks, "layers": 30,
-            "mb": round(n_tokens * spec.bytes_per_token / 1e6, 1),
-            "ms": {name: percentiles(values) for name, values in samples.items()}}  # fmt: skip
-
-
-def _restored_ms(agent: SavedAgent, n_tokens: int, begin: float) -> float:
-    """Milliseconds from `begin` until its cache is in the engine's memory, which is dropped then."""
-    prefix = agent.restore(n_tokens)
-    took = 1000 * (time.perf_counter() - begin)
-    del prefix
-    return took
-
-
 def five_turns(bench: Bench, folder: Path, *, n_tokens: int, quick: bool) -> Json:
     """Five agents' turns through the engine, from their prompts to the last first token and to the last answer's end.
 
@@ -293,6 +260,13 @@ def _turns(
     return {"restored_s": restored - begin, "first_s": max(first.values()) - begin, "total_s": end - begin, "ids": ids}
 
 
+def _timed(took: list[float], call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    begin = time.perf_counter()
+    made = call(*args, **options)
+    took.append(time.perf_counter() - begin)
+    return made
+
+
 def _furthest(got: Sequence[LayerKV], wanted: Sequence[LayerKV], start: int) -> float:
     """The largest difference of two caches from token `start` on."""
     pairs = (sides for layers in zip(got, wanted, strict=True) for sides in zip(*layers, strict=True))
@@ -320,12 +294,12 @@ def round_trips(turns: Turns, *, blocks: int, rounds: int, tokens: int = 10) -> 
     alone = bench.uncached(first.prepared.prompt.ids, tokens)
     same_tokens, exact, furthest = list(first.completion.generated_ids[: len(alone)]) == alone, True, 0.0
     for _ in range(rounds):
-        watch = Stopwatch()
-        with patch.object(batch_engine, "cache_to_save", watch.timing("extract", batch_engine.cache_to_save)):
+        took: list[float] = []
+        with patch.object(batch_engine, "cache_to_save", partial(_timed, took, batch_engine.cache_to_save)):
             one = turns.answer(store, fields)
         if one.prepared.cached != n_tokens:
             raise RuntimeError(f"{one.prepared.cached} of {n_tokens} tokens restored")
-        extract_s, whole_s = watch.seconds["extract"], one.token_s[-1]
+        extract_s, whole_s = sum(took), one.token_s[-1]
         save_s = bench.save(store, one.prepared, one.completion)
         parts = (one.restore_s, whole_s - one.restore_s - extract_s, extract_s, save_s, whole_s)
         for name, seconds in zip(samples, parts, strict=True):
