@@ -6,7 +6,6 @@ is closed and opened in between, and are compared with mlx-lm's uncached run. Ru
 """
 
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -65,9 +64,7 @@ def one_model(name: str, folder: Path, *, quick: bool) -> Json:
     window = facts(spec)["window_tokens"]
     first = random_ids(dice, 270 if quick or not window else window + 76)
     tokens = 3 if quick else 12
-    begin = time.perf_counter()
-    turns = []
-    ids: list[int] = list(first)
+    turns, ids = [], list(first)
     for number in range(2):
         store = AgentCacheStore(folder / name)
         completion, cached = model.turn(store, ids, tokens)
@@ -90,7 +87,6 @@ def one_model(name: str, folder: Path, *, quick: bool) -> Json:
         "sizes": sizes(spec),
         "turns": turns,
         "all_cached": turns[1]["cached"] == turns[0]["prompt"] + turns[0]["generated"],
-        "took_s": round(time.perf_counter() - begin, 1),
     }
 
 
@@ -109,7 +105,6 @@ def run(folder: Path, *, quick: bool) -> Json:
 
 def short_form(bench: object, folder: Path) -> Iterator[Json]:
     """A model with windows and one without, two turns each."""
-    machine()  # loads the BLAS library
     for name in ("Gemma 3 12B", "Qwen 2.5 7B"):
         found = one_model(name, folder, quick=True)
         exact = all(turn["differs_at"] is None and not turn["verify"] for turn in found["turns"])
@@ -117,48 +112,35 @@ def short_form(bench: object, folder: Path) -> Iterator[Json]:
                "equal": exact and found["read_right"] and found["all_cached"]}  # fmt: skip
 
 
+SPECIFICATIONS = {
+    "model": "{name}", "class": "{class}", "full layers": "{read[full]}", "window layers": "{read[window]}",
+    "K/V heads": "{read[kv_heads]}", "head dim": "{read[head_dim]}", "window": "{window}",
+    "bytes per token": "{sizes[bytes_per_token]}", "KiB per block": "{kib}",
+    "MiB per snapshot": "{mib[snapshot_bytes]:.0f}", "MiB at 8,192 tokens": "{mib[bytes_at_8k]:.0f}",
+    "every layer kept whole, MiB": "{mib[naive_bytes_at_8k]:.0f}", "as published": "{read_right}",
+}  # fmt: skip
+TURNS = {
+    "model": "{name}", "turn": "{turn}", "prompt": "{prompt}", "of it cached": "{cached}", "generated": "{generated}",
+    "different tokens in it": "{different_tokens}", "equals uncached": "{equal}",
+}  # fmt: skip
+
+
 def render(content: Json, results: Path) -> Report:
     plot(content, results)
-    models = content["models"]
-    exact = [turn["differs_at"] is None for model in models for turn in model["turns"]]
-    summary = (
-        f"{sum(m['read_right'] for m in models)} of {len(models)} models are read off correctly, and {sum(exact)} of "
-        f"{len(exact)} turns equal the uncached run."
-    )
-    number = say(_in_mib(models[0]), "Gemma 3 12B at 8,192 tokens: {bytes_at_8k:.0f} MiB, not {naive_bytes_at_8k:,.0f}")
-    return Report("cache specifications", number, {
-        "summary": summary,
-        "specifications": _specifications(models),
-        "turns": _turns(models),
-    })  # fmt: skip
-
-
-def _specifications(models: list[Json]) -> str:
-    rows = [
+    models = [
         {**m, "window": m["read"]["window_tokens"] or None, "kib": m["sizes"]["bytes_per_block"] // 1024,
-         "mib": _in_mib(m)}
-        for m in models
+         "mib": {name: n_bytes / 2**20 or None for name, n_bytes in m["sizes"].items()}}
+        for m in content["models"]
     ]  # fmt: skip
-    return columns(rows, {
-        "model": "{name}", "class": "{class}", "full layers": "{read[full]}", "window layers": "{read[window]}",
-        "K/V heads": "{read[kv_heads]}", "head dim": "{read[head_dim]}", "window": "{window}",
-        "bytes per token": "{sizes[bytes_per_token]}", "KiB per block": "{kib}",
-        "MiB per snapshot": "{mib[snapshot_bytes]:.0f}", "MiB at 8,192 tokens": "{mib[bytes_at_8k]:.0f}",
-        "every layer kept whole, MiB": "{mib[naive_bytes_at_8k]:.0f}", "as published": "{read_right}",
-    })  # fmt: skip
-
-
-def _in_mib(model: Json) -> Json:
-    return {name: n_bytes / 2**20 or None for name, n_bytes in model["sizes"].items()}
-
-
-def _turns(models: list[Json]) -> str:
     turns = [{**turn, "name": m["name"], "turn": n, "equal": turn["differs_at"] is None}
              for m in models for n, turn in enumerate(m["turns"], start=1)]  # fmt: skip
-    return columns(turns, {
-        "model": "{name}", "turn": "{turn}", "prompt": "{prompt}", "of it cached": "{cached}",
-        "generated": "{generated}", "different tokens in it": "{different_tokens}", "equals uncached": "{equal}",
-    })  # fmt: skip
+    summary = (
+        f"{sum(m['read_right'] for m in models)} of {len(models)} models are read off correctly, and "
+        f"{sum(turn['equal'] for turn in turns)} of {len(turns)} turns equal the uncached run."
+    )
+    number = say(models[0]["mib"], "Gemma 3 12B at 8,192 tokens: {bytes_at_8k:.0f} MiB, not {naive_bytes_at_8k:,.0f}")
+    parts = {"summary": summary, "specifications": columns(models, SPECIFICATIONS), "turns": columns(turns, TURNS)}
+    return Report("cache specifications", number, parts)
 
 
 def plot(content: Json, results: Path) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from command import main
 from common import Json, in_turn, machine, note, ratios
 from random_models import RandomModel, random_ids
-from report import Report, bars, columns, figure, say
+from report import Report, columns, say
 from works import work
 
 from stoker_worker.engine.kv_memory import BlockPool
@@ -170,7 +170,6 @@ def _nothing_leaked(leak: Json) -> bool:
 
 def short_form(bench: object, folder: Path) -> Iterator[Json]:
     """Admissions, and 40 jobs."""
-    machine()  # loads the BLAS library
     found = one_kind(join_cycle, 1)
     yield {"what": "a sequence is admitted and removed with 10,000 blocks / with 100, in time", "ratio": found["ratio"],
            "asked": f"at most {RATIO:g}",
@@ -186,28 +185,10 @@ NAMES = {
 }
 
 
-def render(content: Json, results: Path) -> Report:
-    plot(content, results)
-    kinds, leak = content["kinds"], content["leak"]
-    slowest = max(size["p99"] for kind in kinds.values() for size in kind["sizes"].values())
-    ratio = max(kind["ratio"]["median"] for kind in kinds.values())
-    summary = (
-        f"The slowest kind takes {slowest:.3f} ms at the 99th percentile, and at most {ratio:.2f} times as long with "
-        f"10,000 blocks as with 100. After {leak['ended']} jobs {leak['used_at_the_end']} blocks are held."
-    )
-    number = f"p99 {kinds['join']['sizes']['10000']['p99']:.3f} ms with 10,000 blocks"
-    return Report("allocation", number, {"summary": summary, "cycles": _cycles(kinds), "leak": say(leak, LEAK)})
-
-
-def _cycles(kinds: Json) -> str:
-    rows = [{**kind, **taken, "name": NAMES[name], "size": size, "ratio": kind["ratio"] if size == "10000" else None}
-            for name, kind in kinds.items() for size, taken in kind["sizes"].items()]  # fmt: skip
-    return columns(rows, {
-        "what": "{name}", "blocks": "{size}", "cycles": "{cycles}", "mean, ms": "{mean:.4f}", "p50": "{p50:.4f}",
-        "p99": "{p99:.4f}", "most": "{most:.4f}", "10,000 : 100 (medians of a round)": "{ratio:.2f}",
-    })  # fmt: skip
-
-
+CYCLES_SHOWN = {
+    "what": "{name}", "blocks": "{size}", "cycles": "{cycles}", "mean, ms": "{mean:.4f}", "p50": "{p50:.4f}",
+    "p99": "{p99:.4f}", "most": "{most:.4f}", "10,000 : 100 (medians of a round)": "{ratio:.2f}",
+}  # fmt: skip
 LEAK = (
     "{ended} of {jobs} jobs ended. Of {total} blocks at most {most_used} were held at once; at the end "
     "{used_at_the_end} were held, {cache_bytes_at_the_end} bytes were in the generator's caches, and "
@@ -215,15 +196,18 @@ LEAK = (
 )
 
 
-def plot(content: Json, results: Path) -> None:
-    title = "what the block pool and the pricing of a batch take"
-    with figure(content, results, "latencies", (7.5, 4), title=title) as axes:
-        kinds = content["kinds"]
-        found = {f"{size} blocks: {part}": [kind["sizes"][f"{size}"][part] for kind in kinds.values()]
-                 for size in SIZES for part in ("p50", "p99")}  # fmt: skip
-        bars(axes, list(kinds), found)
-        axes.axhline(TARGET_MS, color="black", ls=":", label="target: 1 ms")
-        axes.set(yscale="log", ylabel="ms")
+def render(content: Json, results: Path) -> Report:
+    kinds, leak = content["kinds"], content["leak"]
+    cycles = [{**kind, **taken, "name": NAMES[name], "size": size, "ratio": kind["ratio"] if size == "10000" else None}
+              for name, kind in kinds.items() for size, taken in kind["sizes"].items()]  # fmt: skip
+    summary = (
+        f"The slowest kind takes {max(one['p99'] for one in cycles):.3f} ms at the 99th percentile, and at most "
+        f"{max(kind['ratio']['median'] for kind in kinds.values()):.2f} times as long with 10,000 blocks as with 100. "
+        f"After {leak['ended']} jobs {leak['used_at_the_end']} blocks are held."
+    )
+    number = f"p99 {kinds['join']['sizes']['10000']['p99']:.3f} ms with 10,000 blocks"
+    parts = {"summary": summary, "cycles": columns(cycles, CYCLES_SHOWN), "leak": say(leak, LEAK)}
+    return Report("allocation", number, parts)
 
 
 if __name__ == "__main__":

@@ -11,17 +11,17 @@ from pathlib import Path
 
 from bench import Bench, main
 from common import Json, difference, drop_from_memory, in_turn, note, spread
-from prompts import DELTAS, NamedPrompt, other_prompts, seed_prompts, text_of
-from report import Report, columns, figure, lines
+from prompts import DELTAS, other_prompts, seed_prompts, text_of
+from report import Report, columns, figure, lines, say
 from works import finished
 
 from stoker_worker.memory.store import AgentCacheStore
 
 
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
-    prompts = [*seed_prompts(), *other_prompts(bench.encode)]
+    prompts = seed_prompts() | other_prompts(bench.encode)
     if quick:
-        prompts = [p for p in prompts if p.name in {"seed 1", "Python 243"}]
+        prompts = {name: prompts[name] for name in ("seed 1", "Python 243")}
     rows = exactness(bench, folder / "exactness", prompts, max_tokens=4 if quick else 12)
     lengths = (16, 64) if quick else (16, 64, 128, 256, 512, 1024)
     timing = loading_times(bench, folder / "timing", lengths, rounds=1 if quick else 6)
@@ -43,26 +43,24 @@ def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
                "equal": all(row[f"{run}_ok"] and row[f"{run}_differs_at"] is None for run in runs)}  # fmt: skip
 
 
-def exactness(bench: Bench, folder: Path, prompts: Sequence[NamedPrompt], max_tokens: int) -> list[Json]:
+def exactness(bench: Bench, folder: Path, prompts: dict[str, str], max_tokens: int) -> list[Json]:
     """Three runs of each prompt through the product, each against its reference."""
-    asked = [{"agent_id": p.name, "prompt": p.text, "max_tokens": max_tokens} for p in prompts]
+    asked = [{"agent_id": name, "prompt": text, "max_tokens": max_tokens} for name, text in prompts.items()]
     note(f"{len(prompts)} prompts, three runs each")
     store = AgentCacheStore(folder)
     first = bench.serve(store, asked)
     store.close()
     store = AgentCacheStore(folder)
     again = bench.serve(store, [{**fields, "cache": "read"} for fields in asked])
-    deltas = [DELTAS[n % len(DELTAS)] for n in range(len(prompts))]
-    continued = bench.serve(
-        store, [{**f, "prompt": delta, "context": "append"} for f, delta in zip(asked, deltas, strict=True)]
-    )
+    deltas = [{"prompt": DELTAS[n % len(DELTAS)], "context": "append"} for n in range(len(asked))]
+    continued = bench.serve(store, [{**fields, **delta} for fields, delta in zip(asked, deltas, strict=True)])
     store.close()
     rows = []
     note("references")
     for prompt in prompts:
-        row: Json = {"name": prompt.name, "kind": prompt.kind}
+        row: Json = {"name": prompt}
         for name, runs in (("first", first), ("again", again), ("continued", continued)):
-            turn, completion = runs[prompt.name]
+            turn, completion = runs[prompt]
             there = {"first": 0, "again": len(turn.prompt.ids) - 1}.get(name, row.get("saved"))
             row |= {f"{name}_prompt": len(turn.prompt.ids), f"{name}_cached": turn.cached}
             row[f"{name}_ok"] = turn.cached == there and turn.restored.miss_reason is None
@@ -117,13 +115,15 @@ LOADING_LIMIT_MS = 500.0
 def render(content: Json, results: Path) -> Report:
     plot(content, results)
     rows, timing = content["rows"], content["timing"]
-    longest = timing[-1]
-    number = (
-        f"first token of {longest['prompt_tokens']} known tokens: {longest['speedup']} times as fast as without cache"
-    )
-    return Report("cache injection", number, {
-        "summary": _summary(rows, timing), "exactness": _exactness(rows), "loading": columns(timing, LOADING),
-    })  # fmt: skip
+    number = say(timing[-1], "first token of {prompt_tokens} known tokens: {speedup} times as fast as without cache")
+    runs = ("first", "again", "continued")
+    shown = [{**r, **{run: "equal" if r[f"{run}_differs_at"] is None else "DIFFERS" for run in runs}} for r in rows]
+    parts = {
+        "summary": _summary(rows, timing),
+        "exactness": columns(shown, EXACTNESS),
+        "loading": columns(timing, LOADING),
+    }
+    return Report("cache injection", number, parts)
 
 
 def _summary(rows: list[Json], timing: list[Json]) -> str:
@@ -139,16 +139,11 @@ def _summary(rows: list[Json], timing: list[Json]) -> str:
     ))  # fmt: skip
 
 
-def _exactness(rows: list[Json]) -> str:
-    runs = ("first", "again", "continued")
-    lines = [{**r, **{run: "equal" if r[f"{run}_differs_at"] is None else "DIFFERS" for run in runs}} for r in rows]
-    return columns(lines, {
-        "prompt": "{name}", "tokens": "{first_prompt}", "generated": "{first_generated}", "ended by": "{ended_by}",
-        "first run": "{first}", "cached": "{again_cached}", "same prompt again": "{again}",
-        "cached, continued": "{continued_cached} of {continued_prompt}", "continued": "{continued}",
-    })  # fmt: skip
-
-
+EXACTNESS = {
+    "prompt": "{name}", "tokens": "{first_prompt}", "generated": "{first_generated}", "ended by": "{ended_by}",
+    "first run": "{first}", "cached": "{again_cached}", "same prompt again": "{again}",
+    "cached, continued": "{continued_cached} of {continued_prompt}", "continued": "{continued}",
+}  # fmt: skip
 LOADING = {
     "tokens": "{prompt_tokens}", "MB": "{mb}", "loading, ms": "{loading_ms:.3g}",
     "loading, files not in memory, ms": "{loading_evicted_ms:.3g}", "cold, s": "{cold_first_token_s:.3g}",

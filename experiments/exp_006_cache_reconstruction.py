@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from bench import Bench, main
@@ -328,7 +329,8 @@ def plot(content: Json, results: Path) -> None:
     cells, fit = sorted(content["cells"], key=lambda cell: cell["bytes"]), content["fit"]
     mb = [cell["bytes"] / 1e6 for cell in cells]
     title = f"on {content['machine']['device']}, from blocks in the page cache to the engine's caches"
-    with figure(content, results, "scaling", (7, 4.8), title=title) as axes:
+    with figure(content, results, "scaling", (12, 4.8), panels=(1, 2), title=title) as (heat, axes):
+        _heat_map(heat, content["cells"])
         for name, found in {"SmolLM2's heads": cells, "Gemma 3 12B": content["gemma"]}.items():
             at = [cell["bytes"] / 1e6 for cell in found]
             shown = {f"{name}, {part}": [cell["reconstruct_ms"][part] for cell in found] for part in ("p50", "p95")}
@@ -340,6 +342,19 @@ def plot(content: Json, results: Path) -> None:
         targets = [(one["bytes"] / 1e6, one["target_ms"]) for one in content["targets"]]
         axes.plot(*zip(*targets, strict=True), "kx", label="the seed's targets (p95)")
         axes.set(xscale="log", yscale="log", xlabel="MB of cache", ylabel="ms")
+
+
+def _heat_map(axes: Any, cells: list[Json]) -> None:
+    from matplotlib.colors import LogNorm
+
+    blocks, layers = (sorted({cell[key] for cell in cells}) for key in ("blocks", "layers"))
+    p95 = {(cell["layers"], cell["blocks"]): cell["reconstruct_ms"]["p95"] for cell in cells}
+    axes.imshow([[p95[m, n] for n in blocks] for m in layers], norm=LogNorm(), cmap="YlOrBr", aspect="auto", alpha=0.6)
+    for (m, n), ms in p95.items():
+        axes.text(blocks.index(n), layers.index(m), f"{ms:.3g}", ha="center", va="center")
+    axes.set_xticks(range(len(blocks)), blocks)
+    axes.set_yticks(range(len(layers)), layers)
+    axes.set(xlabel="blocks of 256 tokens", ylabel="layers", title="p95, ms")
 
 
 if __name__ == "__main__":

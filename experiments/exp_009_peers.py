@@ -9,17 +9,17 @@ import json
 import statistics
 import subprocess
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from answer_differences import EQUAL, UNEXPLAINED
 from bench import Bench, main
 from common import Json, ratios, spread
-from peer_backlogs import backlogs
-from peer_servers import PLACES, STOKER, VLLM_MLX, Servers
-from peer_turns import FIRST, KEPT, KILLED, STOPPED, STREAMED, converse
-from report import Report, bars, columns, figure, machine_line, say, span, table
+from peer_servers import STOKER, VLLM_MLX, Servers
+from peer_turns import FIRST, KEPT, KILLED, STOPPED, STREAMED, backlogs, converse
+from report import Report, columns, machine_line, say, span, table
 
 from stoker_worker.models.blas import find_blas
 
@@ -29,50 +29,29 @@ FLEET_TURNS = (FIRST, KEPT, STOPPED)
 SHARE_IN_RAM = 1 / 4
 
 
-@dataclass(frozen=True)
-class Size:
-    """
-    Attributes:
-        repeats: conversations with each agent, one after the other.
-        turns, n_tokens, max_tokens, loses: as in `converse`; `loses` in the last repeat only.
-        fleet: its agents.
-        jobs, most_tokens, backlogs: as in `backlogs`.
-    """
-
-    repeats: int
-    turns: tuple[str, ...]
-    loses: bool
-    n_tokens: int
-    max_tokens: int
-    fleet: int
-    jobs: int
-    most_tokens: int
-    backlogs: int
-
-
-FULL = Size(
-    3, (FIRST, KEPT, KEPT, STREAMED, STOPPED, KILLED), True, 300, 24, fleet=48, jobs=100, most_tokens=300, backlogs=2
-)
-QUICK = Size(1, (FIRST, STREAMED, KEPT, KILLED), False, 40, 4, fleet=4, jobs=4, most_tokens=40, backlogs=1)
+FULL: Final[Json] = {
+    "repeats": 3, "turns": (FIRST, KEPT, KEPT, STREAMED, STOPPED, KILLED), "loses": True, "n_tokens": 300,
+    "max_tokens": 24, "fleet": 48, "n_jobs": 100, "most_tokens": 300, "backlogs": 2,
+}  # fmt: skip
+QUICK: Final[Json] = {
+    "repeats": 1, "turns": (FIRST, STREAMED, KEPT, KILLED), "loses": False, "n_tokens": 40, "max_tokens": 4, "fleet": 4,
+    "n_jobs": 4, "most_tokens": 40, "backlogs": 1,
+}  # fmt: skip
+"""Conversations with each agent, one after the other, and their sizes as in `converse` (`loses` in the last one only);
+agents of the fleet; backlogs and their sizes, as in `backlogs`."""
 
 
 def run(bench: Bench, folder: Path, *, quick: bool, vllm_mlx: str | None) -> Json:
     size = QUICK if quick else FULL
     servers = _servers(bench, folder, AGENTS, Path(vllm_mlx) if vllm_mlx else None)
+    lengths = {name: size[name] for name in ("n_tokens", "max_tokens")}
     repeats = [
-        converse(
-            bench,
-            servers,
-            size.turns,
-            number,
-            n_tokens=size.n_tokens,
-            max_tokens=size.max_tokens,
-            loses=size.loses and number == size.repeats,
-        )
-        for number in range(1, size.repeats + 1)
+        converse(bench, servers, size["turns"], number, **lengths, loses=size["loses"] and number == size["repeats"])
+        for number in range(1, size["repeats"] + 1)
     ]
-    fleet = _fleet(bench, servers, size)
-    jobs = backlogs(bench, servers, n_jobs=size.jobs, most_tokens=size.most_tokens, rounds=size.backlogs)
+    fleet = _fleet(bench, servers, size["fleet"], size["repeats"] + 1, lengths)
+    of_jobs = {name: size[name] for name in ("n_jobs", "most_tokens")}
+    jobs = backlogs(bench, servers, **of_jobs, rounds=size["backlogs"])
     of_peers = _ratios(repeats)
     answers = [one for part in (*repeats, fleet, jobs) for found in part["answers"].values() for one in found]
     verdict = {
@@ -88,29 +67,24 @@ def run(bench: Bench, folder: Path, *, quick: bool, vllm_mlx: str | None) -> Jso
         "verdict": verdict,
         "versions": _versions_found(vllm_mlx),
         "agents": AGENTS,
-        "places": PLACES,
-        "tokens_at_first": size.n_tokens,
-        "max_tokens": size.max_tokens,
+        "tokens_at_first": size["n_tokens"],
         "ratios": of_peers,
-        "repeats": [{**repeat, "answers": _without_equal(repeat["answers"])} for repeat in repeats],
-        "fleet": {**fleet, "answers": _without_equal(fleet["answers"])},
-        "backlog": {**jobs, "answers": _without_equal(jobs["answers"])},
+        "repeats": list(map(_without_equal, repeats)),
+        "fleet": _without_equal(fleet),
+        "backlog": _without_equal(jobs),
     }
 
 
-def _fleet(bench: Bench, servers: Servers, size: Size) -> Json:
+def _fleet(bench: Bench, servers: Servers, n_agents: int, number: int, lengths: Json) -> Json:
     """Three turns of agents whose caches are four times as large as the RAM that any server may keep them in."""
-    per_agent = (size.n_tokens + len(FLEET_TURNS) * 40) * bench.facts["cache_bytes_per_token"]
-    n_bytes = int(SHARE_IN_RAM * size.fleet * per_agent)
-    fleet = replace(servers, agents=size.fleet, cache_bytes=n_bytes)
-    talk = converse(bench, fleet, FLEET_TURNS, size.repeats + 1,
-                    n_tokens=size.n_tokens, max_tokens=size.max_tokens, loses=False)  # fmt: skip
+    per_agent = (lengths["n_tokens"] + len(FLEET_TURNS) * 40) * bench.facts["cache_bytes_per_token"]
+    fleet = replace(servers, agents=n_agents, cache_bytes=int(SHARE_IN_RAM * n_agents * per_agent))
+    talk = converse(bench, fleet, FLEET_TURNS, number, **lengths, loses=False)
     whole = {name: sum(turn["s"] for turn in turns) for name, turns in talk["turns"].items()}
     best = min((name for name in whole if name != STOKER), key=lambda name: whole[name])
     later = {name: whole[name] - talk["turns"][name][0]["s"] for name in (STOKER, best)}
-    found = {"agents": size.fleet, "cache_bytes": n_bytes, "best": best}
-    found |= {"ratio": whole[STOKER] / whole[best], "ratio_without_first": later[STOKER] / later[best]}
-    return {**found, **talk}
+    return {"agents": n_agents, "best": best, "ratio": whole[STOKER] / whole[best],
+            "ratio_without_first": later[STOKER] / later[best], **talk}  # fmt: skip
 
 
 def short_form(bench: Bench, folder: Path) -> list[Json]:
@@ -156,10 +130,13 @@ def _ratios(repeats: Sequence[Json]) -> Json:
     return found
 
 
-def _without_equal(answers: Mapping[str, list[Json]]) -> Json:
-    """How many answers are equal, and all about the others."""
-    others = {name: [one for one in found if one["cause"] != EQUAL] for name, found in answers.items()}
-    return {name: {"equal": len(answers[name]) - len(found), "others": found} for name, found in others.items()}
+def _without_equal(part: Json) -> Json:
+    """With how many answers are equal, and all about the others."""
+    others = {name: [one for one in found if one["cause"] != EQUAL] for name, found in part["answers"].items()}
+    counted = {
+        name: {"equal": len(part["answers"][name]) - len(found), "others": found} for name, found in others.items()
+    }
+    return {**part, "answers": counted}
 
 
 def _versions_found(python: str | None) -> Json:
@@ -171,16 +148,13 @@ def _versions_found(python: str | None) -> Json:
     return dict(json.loads(subprocess.check_output([python, "-c", code])))
 
 
-_ASKED = {FIRST: 0.75}
-_LATER = 1.0
 RATIOS = {"stoker's round": "{kind}", "beside (best peer)": "{best}", "ratio": "{ratio}", "asked, at most": "{asked}"}
 
 
 def render(content: Json, results: Path) -> Report:
-    plot(content, results)
     jobs, rounds = content["backlog"], _rounds(content)
     kinds = list(dict.fromkeys(kind for found in rounds.values() for kind in found))
-    ratios = [{"kind": kind, **found, "ratio": found, "asked": _ASKED.get(kind, _LATER)}
+    ratios = [{"kind": kind, **found, "ratio": found, "asked": MOST_FIRST if kind == FIRST else MOST_LATER}
               for kind, found in content["ratios"].items()]  # fmt: skip
     rates = [
         (name, span(found, " s"), f"{jobs['jobs'] / found['median']:.2f}") for name, found in jobs["seconds"].items()
@@ -223,7 +197,7 @@ def _cell(seconds: list[float]) -> str:
 def _summary(content: Json) -> str:
     jobs, fleet, (_, first), *later = content["backlog"], content["fleet"], *content["ratios"].items()
     told = "; ".join(f"{kind} {span(found)} times" for kind, found in later)
-    are = "Every answer is equal or explained." if content["verdict"]["every_answer_equal_or_explained"] else ""
+    are_explained = content["verdict"]["every_answer_equal_or_explained"]
     return (
         f"The first round of {content['agents']} agents with {content['tokens_at_first']} tokens each took "
         f"{span(first)} times as long as that of the best peer, {first['best']} (asked: at most 0.75). A later round, "
@@ -232,7 +206,7 @@ def _summary(content: Json) -> str:
         f"times as long as with {fleet['best']} for three turns (asked: at most {MOST_FLEET}), "
         f"{fleet['ratio_without_first']:.2f} times without the first. A backlog of "
         f"{jobs['jobs']} jobs went through at {span(jobs['rate'])} times the rate of {jobs['best']} (asked: 1.3). "
-        f"{are or 'Some answers are neither equal nor explained.'}"
+        f"{'Every answer is equal or explained.' if are_explained else 'Some answers are neither equal nor explained.'}"
         f"{'' if content['versions'] else ' vllm-mlx was not run.'}"
     )
 
@@ -319,18 +293,6 @@ def _example(name: str, proved: list[Json]) -> str:
 
 def _shown(piece: str) -> str:
     return piece.replace("\n", "\\n").replace("`", "'").replace("|", "¦")
-
-
-def plot(content: Json, results: Path) -> None:
-    rounds, jobs = _rounds(content), content["backlog"]
-    kept = {kind: {name: spread(found[kind]) for name, found in rounds.items() if kind in found}
-            for kind in rounds[STOKER] if kind not in (FIRST, STREAMED)}  # fmt: skip
-    with figure(content, results, "peers", (12, 3.8), panels=(1, 1 + len(kept))) as (*panels, backlog):
-        for axes, (kind, found) in zip(panels, kept.items(), strict=True):
-            bars(axes, list(found), {"": list(found.values())})
-            axes.set_title(f"a round, s: {kind}")
-        bars(backlog, list(jobs["seconds"]), {"": list(jobs["seconds"].values())})
-        backlog.set_title(f"{jobs['jobs']} jobs, s")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from unittest.mock import patch
 from bench import Bench, main
 from common import Json, in_turn, note, ratios, spread
 from prompts import SIX_KINDS, text_of
-from report import Report, bars, columns, figure, say, span
+from report import Report, columns, say, span
 from rows_bench import Contexts, Job, Load, Rectangle, Rows, Run, run_once, same_tokens
 
 # The counts depend on the sequences and their order, not on the machine. Padding is what they exceed the sequences' own
@@ -362,7 +362,6 @@ SIZES = (
 
 
 def render(content: Json, results: Path) -> Report:
-    plot(content, results)
     number = say(
         content["turnover"][-1], "rows that come and go have {to_base[rows][median]} of a steady batch's speed"
     )
@@ -398,15 +397,6 @@ def _summary(content: Json) -> str:
             "go together, in rows (asked: 0.95), and {to_base[rectangle]} in the rectangle."),
         f"{'Every' if same else 'NOT every'} sequence has the same tokens in all runs.",
     ))  # fmt: skip
-
-
-def plot(content: Json, results: Path) -> None:
-    loads = [*content["arrival"], *content["turnover"]]
-    shown = {"tokens_per_s": "tokens per second", "attention_padded": "padding in attention", "copied_mb": "copied, MB"}
-    with figure(content, results, "arrival_order", (13, 4), panels=(1, 3)) as panels:
-        for axes, (key, title) in zip(panels, shown.items(), strict=True):
-            bars(axes, [load["key"] for load in loads], {mode: [load[mode][key] for load in loads] for mode in NAMES})
-            axes.set_ylabel(title)
 
 
 if __name__ == "__main__":

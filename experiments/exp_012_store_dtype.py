@@ -16,7 +16,7 @@ from bench import Bench, Prepared, main
 from common import Json, difference, in_turn, note, ratios, spread
 from prompts import text_of
 from quality import Plan, change_of, log_likelihoods, mean_ratio
-from report import Report, bars, columns, figure, percent
+from report import Report, columns, percent
 
 from stoker_worker.memory.admin.verify import verify_store
 from stoker_worker.memory.store import AgentCacheStore
@@ -196,7 +196,6 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
 
 
 def render(content: Json, results: Path) -> Report:
-    plot(content, results)
     share = content["sizes"]["modes"]["q8"]["block_bytes_per_token_ratio"]
     number = f"q8: {100 * share:.1f} % of the bytes at {percent(content['perplexity_ratios']['q8'])} perplexity"
     return Report("stored precision", number, {
@@ -258,20 +257,6 @@ def _greedy(greedy: Json) -> str:
 
 def _named(modes: Json) -> list[Json]:
     return [{"store": mode, **found} for mode, found in modes.items()]
-
-
-def plot(content: Json, results: Path) -> None:
-    sizes, times = content["sizes"]["modes"], content["times"]["modes"]
-    most = {mode: max(row["modes"][mode]["rms_change"] for row in content["quality"]) for mode in MODES}
-    shown = {
-        "bytes in block files, of native": [sizes[mode]["block_bytes_per_token_ratio"] for mode in MODES],
-        "restore time, of native": [times[mode]["caches_ms_ratio"] for mode in MODES],
-        "change of log-likelihood per token, r.m.s.": list(most.values()),
-    }
-    with figure(content, results, "store_dtype", (11, 3.6), panels=(1, 3)) as panels:
-        for axes, (title, heights) in zip(panels, shown.items(), strict=True):
-            bars(axes, MODES, {"": heights})
-            axes.set_title(title, fontsize=10)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from command import main
 from common import Json, note, percentiles, ratios, server_machine, spread, take_turns, timed
 from queue_bench import Feeder, TimedProvider, our_worker, ours, stock
 from redis import Redis
-from report import Report, bars, columns, figure, say
+from report import Report, columns, say
 
 from stoker import Producer
 from stoker_worker.embedded_redis import EmbeddedServer
@@ -128,7 +128,6 @@ def short_form(bench: object, folder: Path) -> list[Json]:
 
 
 def render(content: Json, results: Path) -> Report:
-    plot(content, results)
     claims, rate, step = content["claims"], content["rates"], content["steps"]
     p50, p95 = (max(case["claim_ms"][q] for case in claims.values()) for q in ("p50", "p95"))
     summary = (
@@ -163,15 +162,6 @@ def _steps(step: Json) -> str:
     return columns(
         rows, {"": "{name}", "p50 ms": "{p50}", "p95": "{p95}", "p99": "{p99}", "max": "{max}", "steps": "{n}"}
     )
-
-
-def plot(content: Json, results: Path) -> None:
-    names = ("p50", "p95", "p99")
-    title = "steps of 1 ms, without and with jobs that come and go"
-    with figure(content, results, "steps", (6, 3.2), title=title) as axes:
-        found = {"idle": "idle_ms", "100 jobs/s": "busy_ms"}
-        bars(axes, names, {label: [content["steps"][key][name] for name in names] for label, key in found.items()})
-        axes.set_ylabel("ms from step to step")
 
 
 if __name__ == "__main__":

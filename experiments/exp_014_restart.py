@@ -19,7 +19,7 @@ import numpy as np
 from bench import Bench, main
 from common import Json, in_turn, note, ratios, spread, timed
 from prompts import text_of
-from report import Report, bars, columns, figure, say, span
+from report import Report, columns, say, span
 from synthetic_cache import Contents, random_tokens, save_turn
 from worker_process import WorkerProcess
 from works import work
@@ -191,7 +191,6 @@ _ROUNDS = {"none": "stays", "SIGTERM": "stopped and restarted", "SIGKILL": "kill
 
 
 def render(content: Json, results: Path) -> Report:
-    plot(content, results)
     found, steps = content["rounds"], content["steps"]
     kinds = {"term": found["ratio"]["SIGTERM"], "kill": found["ratio"]["SIGKILL"]}
     number = f"a round after a restart: {found['ratio']['SIGTERM']['median']} times a round without one"
@@ -233,15 +232,6 @@ def _steps(steps: Json) -> str:
         "meanwhile": "{name}", "step, median (least to most)": "{ms}", "steps": "{n}",
         "95th percentile / quiet": "{p95_over_quiet}", "longest / quiet": "{longest_over_quiet}",
     })  # fmt: skip
-
-
-def plot(content: Json, results: Path) -> None:
-    taken, steps = content["rounds"]["round_s"], content["steps"]["step_ms"]
-    with figure(content, results, "restart", (10, 4), panels=(1, 2)) as (left, right):
-        bars(left, [_ROUNDS[kind] for kind in taken], {"": list(taken.values())})
-        bars(right, list(steps), {"": list(steps.values())})
-        left.set_ylabel("s per round")
-        right.set_ylabel("ms per step")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 from bench import Bench, main
 from common import Json, note, spread
 from prompts import text_of
-from report import Report, bars, figure, listed, say
+from report import Report, listed, say
 from works import let_decode, work
 
 MAX_STEP_S = 0.5
@@ -98,10 +98,6 @@ FOUND = {
 
 def render(content: Json, results: Path) -> Report:
     found = content["found"]
-    with figure(content, results, "long_prompt", (6, 3.5)) as axes:
-        bars(axes, ["while it is prefilled", "once it decodes"], {"": [found["speed"], found["speed_afterwards"]]})
-        axes.axhline(LEAST_SPEED, color="tab:red", linestyle="--")
-        axes.set_ylabel("speed of the other rows, 1 = before")
     number = say(found, "{speed[median]} of their speed while {long_prompt[median]:.0f} tokens are prefilled")
     parts = {"summary": say(found, SUMMARY), "found": listed(found, ("", "median (least to most)"), FOUND)}
     return Report("a long prompt beside decoding sequences", number, parts)

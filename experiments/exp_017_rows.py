@@ -18,7 +18,7 @@ import numpy as np
 from bench import Bench, main
 from common import Json, note, ratios, spread, take_turns, timed
 from prompts import SIX_KINDS, text_of
-from report import Report, bars, columns, figure, lines, say, short, table
+from report import Report, columns, figure, lines, say, short, table
 from rows_bench import CONTESTANTS, Contexts, Job, Load, run_once, same_tokens
 from works import let_decode, work
 
@@ -271,16 +271,11 @@ def _joins(joins: Json) -> str:
 
 
 def plot(content: Json, results: Path) -> None:
-    loads, joins = content["loads"], content["joins"]
-    with figure(content, results, "rows", (11, 4.5), panels=(1, 2)) as (ratios, steps):
-        found = {"times mlx-lm's speed": "ratio", "asked for": "target"}
-        keys = [load["key"].replace("_", " ") for load in loads]
-        bars(ratios, keys, {name: [load[key] for load in loads] for name, key in found.items()})
-        ratios.tick_params(axis="x", labelrotation=90)
-        for mode, join in joins.items():
+    with figure(content, results, "rows", (6, 4)) as axes:
+        for mode, join in content["joins"].items():
             longest = max(join["steps"], key=len)
-            lines(steps, range(1, len(longest) + 1), {mode: longest})
-        steps.set(yscale="log", xlabel="step since the long row was submitted", ylabel="time of a step, 1 = quiet")
+            lines(axes, range(1, len(longest) + 1), {mode: longest})
+        axes.set(yscale="log", xlabel="step since the long row was submitted", ylabel="time of a step, 1 = quiet")
 
 
 if __name__ == "__main__":

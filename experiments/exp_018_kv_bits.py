@@ -16,7 +16,7 @@ from bench import MAX_BATCH, Bench, main
 from common import HERE, Json, difference, note, ratios, spread, take_turns, timed
 from prompts import text_of
 from quality import Plan, change_of, log_likelihoods, mean_ratio
-from report import Report, bars, columns, figure, percent, say
+from report import Report, columns, percent, say
 from works import work
 
 from stoker_worker.ports import SequenceCache
@@ -148,7 +148,6 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
 
 
 def render(content: Json, results: Path) -> Report:
-    plot(content, results)
     ratio, change = content["capacity"][-1]["ratio"], percent(content["perplexity_ratio"])
     summary = (
         f"{ratio} times the sequences of a 16-bit cache at {change} perplexity; a decode step takes "
@@ -200,15 +199,6 @@ def _decoding(steps: Json) -> str:
         "{rows} sequences of {tokens} tokens.\n\n{shown}\n\nRatio of bytes {bytes_ratio}; of a step's time "
         "{step_ratio[median]} ({step_ratio[min]} to {step_ratio[max]}, n {step_ratio[n]})."
     ))  # fmt: skip
-
-
-def plot(content: Json, results: Path) -> None:
-    texts, sizes = content["likelihoods"], content["capacity"]
-    with figure(content, results, "kv_bits", (9, 3.6), panels=(1, 2)) as (left, right):
-        bars(left, [row["text"] for row in texts], {"": [row["rms_change"] for row in texts]})
-        left.set_title("change of log-likelihood per token, r.m.s.", fontsize=10)
-        bars(right, [row["dtype"] for row in sizes], {"": [row["ratio"] for row in sizes]})
-        right.set_title("sequences in the same KV memory, of native", fontsize=10)
 
 
 if __name__ == "__main__":

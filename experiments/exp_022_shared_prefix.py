@@ -16,7 +16,7 @@ from pathlib import Path
 from bench import Bench, main
 from common import Json, note, ratios, spread, take_turns
 from prompts import text_of
-from report import Report, bars, columns, figure, short
+from report import Report, columns, short
 from works import work
 
 from stoker_worker.ports import GenerationWork, SequenceCache
@@ -148,7 +148,6 @@ NAMES = ("a copy each", "shared")
 
 
 def render(content: Json, results: Path) -> Report:
-    plot(content, results)
     cells = content["cells"]
     last, least = cells[-1], min(cells, key=lambda cell: cell["speed"]["median"])
     copies, shared = (f"{last[name]['cache_mb']:.0f}" for name in NAMES)
@@ -171,16 +170,6 @@ CELLS = {
     "peak, MB: copies": "{a copy each[peak_mb][median]:.0f}", "peak: shared": "{shared[peak_mb][median]:.0f}",
     "same rows": "{same_rows} of {rows}",
 }  # fmt: skip
-
-
-def plot(content: Json, results: Path) -> None:
-    cells = content["cells"]
-    groups = [f"{cell['tokens']} x {cell['rows']}" for cell in cells]
-    with figure(content, results, "shared_prefix", (11, 4), panels=(1, 2)) as (time, memory):
-        bars(time, groups, {name: [cell[name]["step_ms"] for cell in cells] for name in NAMES})
-        bars(memory, groups, {name: [cell[name]["cache_mb"] for cell in cells] for name in NAMES})
-        time.set(title="ms a step", xlabel="common tokens x rows")
-        memory.set(title="MB of cache", xlabel="common tokens x rows")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from bench import Bench, main
 from common import Json, note, spread, take_turns
-from report import Report, bars, columns, figure
+from report import Report, columns
 from works import chat_work, let_decode
 
 from stoker_shared.errors import GuideRefused
@@ -197,7 +197,6 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
 
 
 def render(content: Json, results: Path) -> Report:
-    plot(content, results)
     found = [{**one, "valid": one["whole"] - len(one["wrong"])} for one in content["validity"]]
     whole, valid = (sum(one[key] for one in found) for key in ("whole", "valid"))
     worst = min(content["costs"], key=lambda one: one["speed"]["median"])
@@ -231,14 +230,6 @@ def _refused(schemas: Json) -> str:
     counted = Counter(reason.partition("[")[0].strip() for reason in schemas["reasons"])
     reasons = ", ".join(f"{reason} ({n})" for reason, n in counted.most_common(4))
     return f"{schemas['refused']} further schemas were refused by name. The most frequent reasons: {reasons or 'none'}."
-
-
-def plot(content: Json, results: Path) -> None:
-    costs = content["costs"]
-    with figure(content, results, "guides", (7, 4)) as axes:
-        groups = [f"temperature {one['temperature']}" for one in costs]
-        bars(axes, groups, {name: [one[f"{name}_step_ms"] for one in costs] for name in ("plain", "guided")})
-        axes.set(ylabel=f"ms a step of {costs[0]['rows']} rows")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from command import main
 from common import HERE, Json, note, ratios, server_machine, spread, take_turns, timed
 from queue_bench import jobs_per_s
 from redis import Redis
-from report import Report, bars, columns, figure, say
+from report import Report, columns, say
 from slow_proxy import SlowProxy
 from worker_process import ServerProcess, WorkerProcess
 
@@ -175,7 +175,6 @@ def run(folder: Path, *, quick: bool) -> Json:
 
 
 def render(content: Json, results: Path) -> Report:
-    plot(content, results)
     jobs, elsewhere = content["jobs"], content["elsewhere"]
     slowest = jobs[-1]
     both = {**slowest, **elsewhere, "before": content["before"], "alone": content["alone"]["commands"]["median"]}
@@ -208,14 +207,6 @@ ALONE = {"one worker without a shared store, jobs/s": "{per_s}", "commands a job
 ELSEWHERE = {"jobs": "{waiting}", "first reading s": "{first_s}", "longest look ms": "{worst_ms}",
              "share of a processor": "{busy_share}", "a job behind them ms": "{late_ms}",
              "bytes in Redis an agent": "{bytes_each}"}  # fmt: skip
-
-
-def plot(content: Json, results: Path) -> None:
-    jobs = content["jobs"]
-    with figure(content, results, "rates", (4.5, 3.2), title="jobs a second by workers") as axes:
-        bars(axes, [row["about"] for row in jobs],
-             {name: [row[f"{name}_per_s"] for row in jobs] for name in ("one", "four")})  # fmt: skip
-        axes.set_ylabel("jobs/s")
 
 
 if __name__ == "__main__":

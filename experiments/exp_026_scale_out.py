@@ -17,7 +17,7 @@ import numpy as np
 from command import main
 from common import HERE, Json, note, server_machine, spread
 from redis import Redis
-from report import Report, bars, columns, figure, lines
+from report import Report, columns, figure, lines
 
 from stoker import Producer
 from stoker_shared.wire import LAST_KEY
@@ -324,20 +324,11 @@ def plan(content: Json) -> str:
 
 
 def plot(content: Json, results: Path) -> None:
-    fleets, queue = content["fleets"], content["one_server"]["one_queue"]
-    title = "hit share and waits of fleets; one server for one queue"
-    with figure(content, results, "scale_out", (15, 5), panels=(1, 3), title=title) as (hits, waits, share):
-        names = [fleet["name"] for fleet in fleets]
-        shares = {"from caches": "hit_share", "at best": "best_hit_share"}
-        bars(hits, names, {name: [fleet[key] for fleet in fleets] for name, key in shares.items()})
-        bars(waits, names, {part: [max(fleet["wait_s"][part], 0.001) for fleet in fleets] for part in ("p50", "p99")})
-        for axes in (hits, waits):
-            axes.tick_params(axis="x", labelrotation=90)
-        hits.set_ylabel("share of prompt tokens")
-        waits.set(yscale="log", ylabel="wait, s")
-        lines(share, [one["workers"] for one in queue], {"": [one["share"] for one in queue]})
-        share.axhline(MOST_SHARE, ls="--", lw=0.8)
-        share.set(xscale="log", yscale="log", xlabel="workers of one queue", ylabel="cores of the server (computed)")
+    queue = content["one_server"]["one_queue"]
+    with figure(content, results, "scale_out", (6, 4), title="one server for one queue") as axes:
+        lines(axes, [one["workers"] for one in queue], {"": [one["share"] for one in queue]})
+        axes.axhline(MOST_SHARE, ls="--", lw=0.8)
+        axes.set(xscale="log", yscale="log", xlabel="workers of one queue", ylabel="cores of the server (computed)")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from command import main
 from common import Json, machine, note, rss_mib
 from peer_servers import STOKER, Answer, Job, Servers, rotated
 from random_models import RandomModel, random_ids, write_model
-from report import Report, bars, columns, figure
+from report import Report, columns
 from smollm2 import smollm2
 from synthetic_cache import save_turn
 from works import work
@@ -244,7 +244,6 @@ SERVERS = {
 
 
 def render(content: Json, results: Path) -> Report:
-    plot(content, results)
     others = [cell for cell in content["cells"] if cell["model"] != PLAIN]
     edits = [cell for cell in others if "edits" in cell["case"]]
     worst, worst_edit = (max(c["of_plain"] for c in group) for group in (others, edits))
@@ -262,14 +261,6 @@ def render(content: Json, results: Path) -> Report:
     number = f"{worst} times a plain model's prefill at most, {worst_edit} with edits; {sooner} times as soon"
     tables = {"cells": columns(content["cells"], CELLS), "crowds": columns(crowds, CROWDS)}
     return Report("checkpoints", number, {"summary": summary, **tables, "served": columns(by_server, SERVERS)})
-
-
-def plot(content: Json, results: Path) -> None:
-    cells = content["cells"]
-    with figure(content, results, "checkpoints", (10, 4)) as axes:
-        shares = {kind: [one["prefilled"] / one["tokens"] for one in cells if one["model"] == kind] for kind in KINDS}
-        bars(axes, list(dict.fromkeys(cell["case"] for cell in cells)), shares)
-        axes.set(title="share of the prompts' tokens that is prefilled")
 
 
 if __name__ == "__main__":

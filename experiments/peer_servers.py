@@ -10,10 +10,9 @@ import time
 import urllib.request
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from common import Json, note
 from worker_process import ServerProcess, WorkerProcess
@@ -33,6 +32,8 @@ _WORK = {
 }
 
 Message = dict[str, str]
+Conversed = Mapping[str, Sequence[Message]]
+"""By agent."""
 
 
 @dataclass(frozen=True)
@@ -63,47 +64,25 @@ class Answer:
     n_cached: int | None = None
 
 
-class Server(Protocol):
+class Stoker:
     """
     Attributes:
         survived: the signals after which it still has its caches.
     """
 
-    survived: frozenset[signal.Signals]
-
-    def turns(
-        self, conversations: Mapping[str, Sequence[Message]], max_tokens: int, *, streams: bool = False
-    ) -> dict[str, Answer]:
-        """The next answer of each agent; a conversation ends with the user's new message.
-
-        Args:
-            streams: whether to note the time of the first token; stoker does so anyway.
-        """
-        ...
-
-    def backlog(self, name: str, jobs: Sequence[Job]) -> list[Answer]:
-        """The answers of independent jobs, as fast as the server can take them."""
-        ...
-
-    def restart(self, with_signal: signal.Signals) -> float:
-        """Returns the seconds until it was ready again."""
-        ...
-
-    def work(self) -> dict[str, float]:
-        """What its engine has done since it started, if it tells."""
-        ...
-
-
-class Stoker:
     survived = frozenset((signal.SIGTERM, signal.SIGKILL))
 
     def __init__(self, producer: Producer, worker: WorkerProcess, metrics_port: int) -> None:
         self._producer, self._metrics = producer, f"http://127.0.0.1:{metrics_port}/metrics"
         self.restart = worker.restart
 
-    def turns(
-        self, conversations: Mapping[str, Sequence[Message]], max_tokens: int, *, streams: bool = False
-    ) -> dict[str, Answer]:
+    def turns(self, conversations: Conversed, max_tokens: int, *, streams: bool = False) -> dict[str, Answer]:
+        """The next answer of each agent; a conversation ends with the user's new message.
+
+        Args:
+            streams: whether to note the time of the first token; stoker does so anyway.
+        """
+
         def ask(agent: str) -> Answer:
             message = conversations[agent][-1]
             ticket = self._producer.submit(agent_id=agent, messages=[message], context="append", max_tokens=max_tokens)
@@ -112,6 +91,7 @@ class Stoker:
         return _each_by_itself(ask, conversations)
 
     def backlog(self, name: str, jobs: Sequence[Job]) -> list[Answer]:
+        """The answers of independent jobs, as fast as the server can take them."""
         tickets = self._producer.submit_many(
             {"agent_id": job_agent(name, n), "messages": job.messages, "max_tokens": job.max_tokens}
             for n, job in enumerate(jobs)
@@ -119,28 +99,25 @@ class Stoker:
         return list(map(_answer, self._producer.results(tickets, _PATIENCE_S)))
 
     def work(self) -> dict[str, float]:
+        """What its engine has done since it started; a peer does not tell."""
         with urllib.request.urlopen(self._metrics) as response:
             lines = dict(line.rsplit(maxsplit=1) for line in response.read().decode().splitlines())
         return {what: float(lines[f"stoker_{name}"]) for what, name in _WORK.items()}
 
 
 class HttpServer:
-    """A peer behind OpenAI's chat completions."""
+    """A peer behind OpenAI's chat completions, with the methods of `Stoker`."""
 
     def __init__(self, port: int, model: str | None, survived: frozenset[signal.Signals]) -> None:
         self.port, self._model, self.survived = port, model, survived
         self.process: ServerProcess | None = None
 
-    def turns(
-        self, conversations: Mapping[str, Sequence[Message]], max_tokens: int, *, streams: bool = False
-    ) -> dict[str, Answer]:
-        return _each_by_itself(
-            lambda agent: self._ask(conversations[agent], max_tokens, streams=streams), conversations
-        )
+    def turns(self, conversations: Conversed, max_tokens: int, *, streams: bool = False) -> dict[str, Answer]:
+        return _each_by_itself(lambda agent: self._ask(conversations[agent], max_tokens, streams), conversations)
 
     def backlog(self, name: str, jobs: Sequence[Job]) -> list[Answer]:
         with ThreadPoolExecutor(2 * PLACES) as threads:  # so that none of its places waits for a client
-            return list(threads.map(lambda job: self._ask(job.messages, job.max_tokens), jobs))
+            return list(threads.map(lambda job: self._ask(job.messages, job.max_tokens, False), jobs))
 
     def restart(self, with_signal: signal.Signals) -> float:
         assert self.process is not None
@@ -151,17 +128,15 @@ class HttpServer:
 
     def is_ready(self) -> bool:
         try:
-            with self._response("GET", "/health", None, 5.0) as response:
+            with self._response("GET", "/health", {}, 5.0) as response:
                 return response.status == 200
         except OSError:
             return False
 
-    def _ask(self, messages: Sequence[Message], max_tokens: int, *, streams: bool = False) -> Answer:
+    def _ask(self, messages: Sequence[Message], max_tokens: int, streams: bool) -> Answer:
         body: Json = {"messages": list(messages), "max_tokens": max_tokens, "temperature": 0.0}
-        if self._model is not None:
-            body["model"] = self._model
-        if streams:
-            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        body |= {"model": self._model} if self._model else {}
+        body |= {"stream": True, "stream_options": {"include_usage": True}} if streams else {}
         began = time.perf_counter()
         while True:
             try:
@@ -173,16 +148,10 @@ class HttpServer:
                 time.sleep(0.1)  # mlx_lm.server listens to five new clients at a time, and turns the others away
 
     @contextmanager
-    def _response(
-        self, method: str, path: str, body: Json | None, timeout_s: float
-    ) -> Iterator[http.client.HTTPResponse]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
-        try:
-            content = None if body is None else json.dumps(body)
-            connection.request(method, path, content, {"Content-Type": "application/json"})
+    def _response(self, method: str, path: str, body: Json, timeout_s: float) -> Iterator[http.client.HTTPResponse]:
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)) as connection:
+            connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
             yield connection.getresponse()
-        finally:
-            connection.close()
 
 
 def _whole(reply: Json) -> Answer:
@@ -204,6 +173,9 @@ def _streamed(lines: Iterable[bytes], began: float) -> Answer:
                 text += piece
         n_prompt = (event.get("usage") or {}).get("prompt_tokens", n_prompt)
     return Answer(text, n_prompt, first_token_s=first_token_s)
+
+
+Server = Stoker | HttpServer
 
 
 def _each_by_itself(ask: Callable[[str], Answer], agents: Collection[str]) -> dict[str, Answer]:
@@ -285,18 +257,15 @@ def store(folder: Path) -> Path:
     return folder / "store"
 
 
-@contextmanager
-def _mlx_lm_server(of: Servers, folder: Path) -> Iterator[Server]:
+def _mlx_lm_server(of: Servers, folder: Path) -> AbstractContextManager[Server]:
     options = ["--model", str(of.model), "--decode-concurrency", str(PLACES), "--log-level", "WARNING"]
     options += ["--prompt-cache-size", str(2 * of.agents)]  # a turn leaves two caches: of its prompt and of its end
     options += _limit("--prompt-cache-bytes", of.cache_bytes)
     server = HttpServer(_free_port(), None, frozenset())
-    with _served(server, [sys.executable, "-m", "mlx_lm.server", *options], folder / "mlx_lm.log", of.blas, {}):
-        yield server
+    return _served(server, [sys.executable, "-m", "mlx_lm.server", *options], folder / "mlx_lm.log", of.blas, {})
 
 
-@contextmanager
-def _vllm_mlx(of: Servers, python: Path, folder: Path) -> Iterator[Server]:
+def _vllm_mlx(of: Servers, python: Path, folder: Path) -> AbstractContextManager[Server]:
     """`python`: of an environment with vllm-mlx. It saves its caches at a stop, under the home that it is given."""
     options = ["serve", str(of.model), "--continuous-batching", "--max-num-seqs", str(PLACES), "--offline"]
     options += ["--completion-batch-size", str(PLACES)]
@@ -305,8 +274,7 @@ def _vllm_mlx(of: Servers, python: Path, folder: Path) -> Iterator[Server]:
     server = HttpServer(_free_port(), str(of.model), frozenset((signal.SIGTERM,)))
     variables = {"HOME": str(folder), "HF_HUB_OFFLINE": "1"}
     command = [str(python), "-c", "from vllm_mlx.cli import main; main()", *options]
-    with _served(server, command, folder / "vllm_mlx.log", of.blas, variables):
-        yield server
+    return _served(server, command, folder / "vllm_mlx.log", of.blas, variables)
 
 
 def _limit(option: str, n_bytes: int | None) -> list[str]:
@@ -316,12 +284,12 @@ def _limit(option: str, n_bytes: int | None) -> list[str]:
 @contextmanager
 def _served(
     server: HttpServer, command: list[str], log: Path, blas: str | None, variables: Mapping[str, str]
-) -> Iterator[None]:
+) -> Iterator[Server]:
     environment = {**os.environ, **variables, **({"LD_PRELOAD": blas} if blas else {})}
     command += ["--port", str(server.port)]
     server.process = process = ServerProcess(command, log, is_ready=server.is_ready, environment=environment)
     try:
-        yield
+        yield server
     finally:
         process.stop(signal.SIGKILL)
 

@@ -1,20 +1,22 @@
-"""EXP-009's turns: the same conversations with every server, with and without restarts between them.
+"""EXP-009's loads: the same conversations with every server, with and without restarts between their turns, and
+backlogs of short jobs, as fast as each can take them.
 
-Owns their order, their times, and where stoker's jobs say that theirs went.
+Owns their order, their times, where stoker's jobs say that theirs went, and the comparison of all answers.
 """
 
+import random
 import signal
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 
 from answer_differences import Said, cause, rendered, transcript
 from bench import Bench
-from common import Json, note
-from peer_servers import STOKER, Answer, Message, Server, Servers, rotated, store, user
+from common import Json, note, ratios, spread
+from peer_servers import STOKER, Answer, Job, Message, Server, Servers, job_agent, rotated, store, user
 from prompts import SIX_KINDS, text_of
 
 from stoker_worker.memory.store import AgentCacheStore
@@ -39,14 +41,7 @@ class Conversations:
 
 
 def converse(
-    bench: Bench,
-    servers: Servers,
-    turns: tuple[str, ...],
-    number: int,
-    *,
-    n_tokens: int,
-    max_tokens: int,
-    loses: bool,
+    bench: Bench, servers: Servers, turns: tuple[str, ...], number: int, *, n_tokens: int, max_tokens: int, loses: bool
 ) -> Json:
     """One conversation with each agent: the turns of every server, and its answers beside stoker's.
 
@@ -69,7 +64,7 @@ def converse(
             for kind in lost[:1] if loses else ():
                 taken[name].append(_turn(name, server, of[name], kind, max_tokens))
     note(f"conversations {number}: comparing answers")
-    return {"turns": dict(taken), "answers": _compared(bench, store(folder), of, max_tokens)}
+    return {"turns": dict(taken), "answers": _compared(bench, store(folder), of, lambda _: max_tokens)}
 
 
 def _first_message(bench: Bench, number: int, agent: int, n_tokens: int) -> str:
@@ -108,8 +103,53 @@ def _parts(seconds: float, answers: Mapping[str, Answer]) -> Json:
     return {name: round(value, 3) for name, value in parts.items()}
 
 
-def _compared(bench: Bench, kept: Path, of: Mapping[str, Conversations], max_tokens: int) -> dict[str, list[Json]]:
-    """For each peer, how its answers compare with stoker's to the same turn."""
+def backlogs(bench: Bench, servers: Servers, *, n_jobs: int, most_tokens: int, rounds: int) -> Json:
+    """Prompts of log-normal lengths, 8 to 24 tokens generated; other prompts in every round."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    jobs: dict[str, Job] = {}
+    with servers.started("backlogs") as (started, folder):
+        answers: dict[str, dict[str, Answer]] = {name: {} for name in started}
+        for n in range(rounds):
+            of_round = _jobs(bench, n, n_jobs, most_tokens)
+            jobs |= of_round
+            for name in rotated(started, n):
+                began = time.perf_counter()
+                found = started[name].backlog(f"backlog {n}", list(of_round.values()))
+                seconds[name].append(time.perf_counter() - began)
+                answers[name] |= zip(of_round, found, strict=True)
+                note(f"backlog {n + 1} of {rounds}: {name}: {seconds[name][-1]:.1f} s")
+    of = {name: Conversations({agent: job.prompt for agent, job in jobs.items()}) for name in answers}
+    for name, conversations in of.items():
+        conversations.add(answers[name])
+    best = min((name for name in seconds if name != STOKER), key=lambda name: statistics.median(seconds[name]))
+    note("backlogs: comparing answers")
+    return {
+        "jobs": n_jobs,
+        "seconds": {name: spread(found, digits=1) for name, found in seconds.items()},
+        "best": best,
+        "rate": ratios(seconds[best], seconds[STOKER]),
+        "answers": _compared(bench, store(folder), of, lambda agent: jobs[agent].max_tokens),
+    }
+
+
+def _jobs(bench: Bench, backlog: int, n_jobs: int, most_tokens: int) -> dict[str, Job]:
+    """By the agent that stoker keeps each for."""
+    drawn, jobs = random.Random(backlog), {}
+    for n in range(n_jobs):
+        length = min(most_tokens, max(8, int(drawn.lognormvariate(3.4, 0.9))))
+        text = text_of(bench.encode, drawn.choice(SIX_KINDS), length, seed=1000 * backlog + n)
+        jobs[job_agent(f"backlog {backlog}", n)] = Job(f"{backlog}.{n}: {text}", drawn.randint(8, 24))
+    return jobs
+
+
+def _compared(
+    bench: Bench, kept: Path, of: Mapping[str, Conversations], max_tokens: Callable[[str], int]
+) -> dict[str, list[Json]]:
+    """For each peer, how its answers compare with stoker's to the same turn.
+
+    Args:
+        max_tokens: of an agent's answers.
+    """
     found: dict[str, list[Json]] = {name: [] for name in of if name != STOKER}
     with closing(AgentCacheStore(kept)) as memory:
         for agent, ours in of[STOKER].answers.items():
@@ -120,5 +160,5 @@ def _compared(bench: Bench, kept: Path, of: Mapping[str, Conversations], max_tok
                     theirs = of[name].answers[agent]
                     prompt = rendered(bench, of[name].messages[agent][: 2 * n + 1])
                     said = Said([one.text for one in theirs[:n]], prompt, theirs[n].n_prompt, theirs[n].text)
-                    compared.append({"agent": agent, "turn": n, **cause(bench, mine, said, max_tokens)})
+                    compared.append({"agent": agent, "turn": n, **cause(bench, mine, said, max_tokens(agent))})
     return found

@@ -7,7 +7,6 @@ repeated text by copying, and two wrong caches would then agree by chance.
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -47,22 +46,14 @@ SIX_KINDS: Final = ("English", "German", "French", "Spanish", "Python", "Portugu
 """Texts of which every experiment with many sequences takes some."""
 
 
-@dataclass(frozen=True)
-class NamedPrompt:
-    """A prompt, and the name of the agent that asks it."""
-
-    name: str
-    kind: str
-    text: str
+def seed_prompts() -> dict[str, str]:
+    """By name."""
+    return {f"seed {n}": text for n, text in enumerate(SEED_PROMPTS, start=1)}
 
 
-def seed_prompts() -> list[NamedPrompt]:
-    return [NamedPrompt(f"seed {n}", "seed", text) for n, text in enumerate(SEED_PROMPTS, start=1)]
-
-
-def other_prompts(encode: Callable[[str], list[int]]) -> list[NamedPrompt]:
-    """Twenty prompts of 5 to 600 tokens, as `encode` counts them."""
-    return [NamedPrompt(f"{kind} {n}", kind, text_of(encode, kind, n)) for kind, n in _OTHERS]
+def other_prompts(encode: Callable[[str], list[int]]) -> dict[str, str]:
+    """Twenty prompts of 5 to 600 tokens, as `encode` counts them, by name."""
+    return {f"{kind} {n}": text_of(encode, kind, n) for kind, n in _OTHERS}
 
 
 def text_of(encode: Callable[[str], list[int]], kind: str, n_tokens: int, *, seed: int | None = None) -> str:

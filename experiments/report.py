@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 from common import Json
@@ -236,30 +235,12 @@ def figure(
     plt.close(drawn)
 
 
-def bars(axes: Any, groups: Sequence[str], found: Mapping[str, Sequence[float | Json]]) -> None:
-    """In each group a bar for each name: a value, or a `spread` with its least and most."""
-    width = 0.8 / len(found)
-    for number, (name, values) in enumerate(found.items()):
-        middle, *ends = _medians_and_ends(values)
-        error = [[abs(b - a) for a, b in zip(middle, end, strict=True)] for end in ends] or None
-        places = [place + width * number for place in range(len(groups))]
-        axes.bar(places, middle, 0.95 * width, yerr=error, capsize=3, label=name)
-    at = [place + width * (len(found) - 1) / 2 for place in range(len(groups))]
-    axes.set_xticks(at, [fill(name, 16) for name in groups], fontsize=8)
-
-
 def lines(axes: Any, places: Sequence[float], found: Mapping[str, Sequence[float | Json]], **options: Any) -> None:
     """A line for each name: through values, or through the medians of `spread`s, with the area from least to most."""
     for name, values in found.items():
-        middle, *ends = _medians_and_ends(values)
+        spreads = [one for one in values if isinstance(one, dict)]
+        middle = [one["median"] for one in spreads] or values
         (line,) = axes.plot(places, middle, **{"marker": "o", **options}, label=name)
-        if ends:
+        if spreads:
+            ends = ([one[end] for one in spreads] for end in ("min", "max"))
             axes.fill_between(places, *ends, alpha=0.2, color=line.get_color())
-
-
-def _medians_and_ends(values: Sequence[float | Json]) -> list[list[float]]:
-    """The values; or medians, least and most values of `spread`s."""
-    spreads = [one for one in values if isinstance(one, dict)]
-    if not spreads:
-        return [list(values)]
-    return [[one[part] for one in spreads] for part in ("median", "min", "max")]
