@@ -116,40 +116,32 @@ class Engines:
             engine.close()
 
 
-class Pipeline:
-    """Jobs through Redis and a worker process; agents are new every time."""
-
-    def __init__(self, url: str, *, saves: bool) -> None:
-        """
-        Args:
-            saves: whether the agents' turns are saved.
-        """
-        self._producer = Producer(url)
-        self._cache = "readwrite" if saves else "off"
-        self._rounds = 0
-
-    def run(self, load: Load) -> list[str]:
-        self._rounds += 1
-        agents = f"{self._cache}-{self._rounds}"
-        tickets = self._producer.submit_many(
-            [
-                {"agent_id": f"{agents}-{n}", "cache": self._cache, "prompt": job.text, "max_tokens": job.max_tokens}
-                for n, job in enumerate(load.jobs)
-            ]
-        )
-        results = [ticket.result(timeout_s=600) for ticket in tickets]
-        is_saved = self._cache != "off"
-        if any(result.usage.cached_tokens or result.cache.saved != is_saved for result in results):
-            raise RuntimeError("a job had a cache, or its own was saved against the plan")
-        return [result.text for result in results]
+def through_worker(producer: Producer, cache: str, load: Load) -> list[str]:
+    """Jobs through Redis and a worker process; agents are new every time. `cache`: of the jobs."""
+    agents = f"{time.monotonic_ns()}"
+    results = producer.results(
+        producer.submit_many(
+            {"agent_id": f"{agents}-{n}", "cache": cache, "prompt": job.text, "max_tokens": job.max_tokens}
+            for n, job in enumerate(load.jobs)
+        ),
+        timeout_s=600,
+    )
+    if any(result.usage.cached_tokens or result.cache.saved == (cache == "off") for result in results):
+        raise RuntimeError("a job had a cache, or its own was saved against the plan")
+    return [result.text for result in results]
 
 
 @contextmanager
 def pipelines(bench: Bench, folder: Path, places: int) -> Iterator[Contestants]:
     """A private server and worker, for agents whose turns are saved and for jobs without memory."""
     options = ("--max-batch", str(places), "--model", bench.source, "--dtype", bench.dtype)
-    with EmbeddedServer(folder / "redis") as server, WorkerProcess(server.url, folder / "store", *options):
-        yield {"pipeline": Pipeline(server.url, saves=True).run, "unsaved": Pipeline(server.url, saves=False).run}
+    with (
+        EmbeddedServer(folder / "redis") as server,
+        Producer(server.url) as producer,
+        WorkerProcess(server.url, folder / "store", *options),
+    ):
+        ways = {"pipeline": "readwrite", "unsaved": "off"}
+        yield {name: partial(through_worker, producer, cache) for name, cache in ways.items()}
 
 
 def compare(bench: Bench, load: Load, contestants: Contestants, rounds: int) -> None:
@@ -267,18 +259,16 @@ def same_text(load: Json) -> bool:
 
 
 def _summary(content: Json, rows: list[Json]) -> str:
-    lines = []
+    told = []
     for who, target in TARGETS.items():
         found = {row["name"]: row[f"{who}_ratio"] for row in rows if f"{who}_ratio" in row}
         met = [ratio for ratio in found.values() if ratio["median"] >= target]
         name, least = min(found.items(), key=lambda item: item[1]["median"])
-        lines.append(
+        told.append(
             f"The {who} reaches its {target} in {len(met)} of {len(found)} loads; the least is {short(least)} ({name})."
         )
     middle = " (the middle half of {n} rounds: {middle_half[0]} to {middle_half[1]})."
-    lines += [say(content["kept_by"][name], said + middle) for name, said in KEPT.items()]
-    lines.append("All gave the same text." if all(row["same"] for row in rows) else "NOT all gave the same text.")
-    return "\n".join(lines)
+    return "\n".join([*told, *(say(content["kept_by"][name], said + middle) for name, said in KEPT.items())])
 
 
 def plot(content: Json, results: Path) -> None:

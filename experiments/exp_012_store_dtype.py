@@ -16,7 +16,7 @@ from bench import Bench, Prepared, main
 from common import Json, difference, in_turn, note, ratios, spread
 from prompts import text_of
 from quality import Plan, change_of, log_likelihoods, mean_ratio
-from report import Report, columns, percent
+from report import Report, columns, percent, say
 
 from stoker_worker.memory.admin.verify import verify_store
 from stoker_worker.memory.store import AgentCacheStore
@@ -74,7 +74,6 @@ def disk_bytes(modes: Sequence[Mode], agents: int, tokens: int) -> Json:
         files = {path: path.stat().st_size for path in mode.folder.rglob("*") if path.is_file()}
         blocks = [size for path, size in files.items() if (mode.folder / "blocks") in path.parents]
         found[mode.name] = {
-            "block_files": len(blocks),
             "block_bytes_per_token": round(sum(blocks) / (len(blocks) * BLOCK_TOKENS), 1),
             "all_bytes_per_token": round(sum(files.values()) / tokens, 1),
         }
@@ -127,7 +126,6 @@ def quality(modes: Sequence[Mode], agent: str, text: str, cache: Any, continuati
         "agent": agent,
         "restored_tokens": n_prompt - 1,
         "scored_tokens": len(reference),
-        "kept_mean": round(float(reference.mean()), 5),
         "kept_perplexity": round(math.exp(-reference.mean()), 4),
         "modes": {},
     }
@@ -144,12 +142,11 @@ def greedy(modes: Sequence[Mode], texts: dict[str, str], answer: int) -> Json:
         note(f"greedy continuations, {name}")
         mode = next((mode for mode in modes if mode.name == name), modes[0])
         cache = "off" if name == "cold" else "read"
-        fields = [
-            {"agent_id": agent, "prompt": text, "max_tokens": answer, "cache": cache} for agent, text in texts.items()
-        ]
-        said[name] = {
-            agent: completion.generated_ids for agent, (_, completion) in mode.bench.serve(mode.store, fields).items()
-        }
+        asked = {"max_tokens": answer, "cache": cache}
+        turns = mode.bench.serve(
+            mode.store, [{"agent_id": one, "prompt": text, **asked} for one, text in texts.items()]
+        )
+        said[name] = {agent: completion.generated_ids for agent, (_, completion) in turns.items()}
     rows = {}
     for mode in modes:
         ends = [difference(said[mode.name][agent], said["cold"][agent]) for agent in texts]
@@ -196,63 +193,53 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
 
 
 def render(content: Json, results: Path) -> Report:
-    share = content["sizes"]["modes"]["q8"]["block_bytes_per_token_ratio"]
-    number = f"q8: {100 * share:.1f} % of the bytes at {percent(content['perplexity_ratios']['q8'])} perplexity"
+    sizes, times, answers = content["sizes"], content["times"], content["greedy"]
+    share, ratios = sizes["modes"]["q8"]["block_bytes_per_token_ratio"], content["perplexity_ratios"]
+    quality = [{**text, **found, "change": percent(found["perplexity_ratio"], 3)}
+               for text in content["quality"] for found in _named(text["modes"])]  # fmt: skip
+    means = ", ".join(f"{mode} {percent(ratio, 3)}" for mode, ratio in ratios.items())
+    greedy = [{**row, "ends": ", ".join(map(str, row["first_differences"])) or "-"} for row in _named(answers["modes"])]
+    number = f"q8: {100 * share:.1f} % of the bytes at {percent(ratios['q8'])} perplexity"
     return Report("stored precision", number, {
-        "summary": _summary(content), "sizes": _sizes(content["sizes"]), "times": _times(content["times"]),
-        "quality": _quality(content), "greedy": _greedy(content["greedy"]),
+        "summary": "\n".join(_summary(content, mode) for mode in MODES[1:]),
+        "sizes": say(sizes, "{agents} agents, {tokens} tokens.\n\n") + columns(_named(sizes["modes"]), SIZES),
+        "times": say(times, "{tokens} tokens, files in the page cache.\n\n") + columns(_named(times["modes"]), TIMES),
+        "quality": f"{columns(quality, QUALITY)}\n\nGeometric mean over the texts: {means}.",
+        "greedy": columns(greedy, {
+            "store": "{store}", f"the same, of {answers['continuations']}": "{identical}",
+            "first difference at token": "{ends}",
+            "share of tokens before it": "{share_of_tokens_before_the_first_difference}",
+        }),
     })  # fmt: skip
 
 
-def _summary(content: Json) -> str:
-    lines = []
-    for mode in MODES[1:]:
-        size, taken = content["sizes"]["modes"][mode], content["times"]["modes"][mode]
-        same = content["greedy"]["modes"][mode]["identical"]
-        most = max(row["modes"][mode]["most_change"] for row in content["quality"])
-        lines.append(
-            f"{mode}: {100 * size['all_bytes_per_token_ratio']:.1f} % of native's bytes on disk; restoring takes "
-            f"{taken['caches_ms_ratio']['median']} times as long; perplexity "
-            f"{percent(content['perplexity_ratios'][mode])}, a token's log-likelihood by up to {most:.2f}; {same} of "
-            f"{content['greedy']['continuations']} greedy continuations are the same."
-        )
-    return "\n".join(lines)
+def _summary(content: Json, mode: str) -> str:
+    size, taken = content["sizes"]["modes"][mode], content["times"]["modes"][mode]
+    most = max(row["modes"][mode]["most_change"] for row in content["quality"])
+    return (
+        f"{mode}: {100 * size['all_bytes_per_token_ratio']:.1f} % of native's bytes on disk; restoring takes "
+        f"{taken['caches_ms_ratio']['median']} times as long; perplexity "
+        f"{percent(content['perplexity_ratios'][mode])}, a token's log-likelihood by up to {most:.2f}; "
+        f"{content['greedy']['modes'][mode]['identical']} of "
+        f"{content['greedy']['continuations']} greedy continuations are the same."
+    )
 
 
-def _sizes(sizes: Json) -> str:
-    return f"{sizes['agents']} agents, {sizes['tokens']} tokens.\n\n" + columns(_named(sizes["modes"]), {
-        "store": "{store}", "bytes per token, block files": "{block_bytes_per_token}",
-        "of native": "{block_bytes_per_token_ratio}", "bytes per token, everything": "{all_bytes_per_token}",
-        "everything, of native": "{all_bytes_per_token_ratio}",
-    })  # fmt: skip
-
-
-def _times(times: Json) -> str:
-    return f"{times['tokens']} tokens, files in the page cache.\n\n" + columns(_named(times["modes"]), {
-        "store": "{store}", "restore, ms": "{store_ms:.3g}", "of native": "{store_ms_ratio:.3g}",
-        "restore and MLX, ms": "{caches_ms:.3g}", "both, of native": "{caches_ms_ratio:.3g}", "n": "{caches_ms[n]}",
-    })  # fmt: skip
-
-
-def _quality(content: Json) -> str:
-    rows = [{**text, **found} for text in content["quality"] for found in _named(text["modes"])]
-    shown = columns([{**row, "change": percent(row["perplexity_ratio"], 3)} for row in rows], {
-        "text": "{agent}", "restored": "{restored_tokens}", "scored": "{scored_tokens}",
-        "perplexity, cache never stored": "{kept_perplexity}", "store": "{store}",
-        "change per token (mean)": "{mean_change:+.5f}", "(root mean square)": "{rms_change:.5f}",
-        "(largest)": "{most_change:.4f}", "perplexity": "{change}",
-    })  # fmt: skip
-    means = ", ".join(f"{mode} {percent(ratio, 3)}" for mode, ratio in content["perplexity_ratios"].items())
-    return f"{shown}\n\nGeometric mean over the texts: {means}."
-
-
-def _greedy(greedy: Json) -> str:
-    rows = _named(greedy["modes"])
-    return columns([{**row, "ends": ", ".join(map(str, row["first_differences"])) or "-"} for row in rows], {
-        "store": "{store}", f"the same, of {greedy['continuations']}": "{identical}",
-        "first difference at token": "{ends}",
-        "share of tokens before it": "{share_of_tokens_before_the_first_difference}",
-    })  # fmt: skip
+SIZES = {
+    "store": "{store}", "bytes per token, block files": "{block_bytes_per_token}",
+    "of native": "{block_bytes_per_token_ratio}", "bytes per token, everything": "{all_bytes_per_token}",
+    "everything, of native": "{all_bytes_per_token_ratio}",
+}  # fmt: skip
+TIMES = {
+    "store": "{store}", "restore, ms": "{store_ms:.3g}", "of native": "{store_ms_ratio:.3g}",
+    "restore and MLX, ms": "{caches_ms:.3g}", "both, of native": "{caches_ms_ratio:.3g}", "n": "{caches_ms[n]}",
+}  # fmt: skip
+QUALITY = {
+    "text": "{agent}", "restored": "{restored_tokens}", "scored": "{scored_tokens}",
+    "perplexity, cache never stored": "{kept_perplexity}", "store": "{store}",
+    "change per token (mean)": "{mean_change:+.5f}", "(root mean square)": "{rms_change:.5f}",
+    "(largest)": "{most_change:.4f}", "perplexity": "{change}",
+}  # fmt: skip
 
 
 def _named(modes: Json) -> list[Json]:

@@ -74,11 +74,11 @@ def directly(folder: Path, count: int, samples_at: list[int]) -> Json:
     if process.returncode:
         raise RuntimeError("filling the store failed")
     growth = round(samples[-1]["rss_mb"] - samples[0]["rss_mb"], 1)
-    return {"samples": samples, "open_s": spread([opening_s(folder) for _ in range(5)]), "ls_s": listing(folder),
+    return {"samples": samples, "open_s": spread([_opening_s(folder) for _ in range(5)]), "ls_s": listing(folder),
             "rss_growth_mb": growth}  # fmt: skip
 
 
-def opening_s(folder: Path) -> float:
+def _opening_s(folder: Path) -> float:
     begin = time.perf_counter()
     store = AgentCacheStore(folder)
     took = time.perf_counter() - begin

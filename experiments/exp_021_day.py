@@ -4,7 +4,6 @@ Jobs go through Redis to a worker process with the real model. Agents come, retu
 lengths have long tails. The RAM cache is smaller than the agents. A quarter into it, the worker is killed.
 """
 
-import json
 import math
 import random
 import statistics
@@ -24,9 +23,6 @@ from long_run import long_tailed, mb, nearest, out_of_order, prefilled_again, se
 from prompts import SIX_KINDS, text_of
 from report import Report, figure, lines, listed, say, table
 from store_bench import sizes
-from worker_process import WorkerProcess, watched
-
-from stoker_worker.embedded_redis import EmbeddedServer
 
 LIFE_BEFORE_KILL = 0.25
 """Share of the jobs that end before the worker is killed."""
@@ -129,27 +125,21 @@ def slope(found: Sequence[Json], name: str) -> float:
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     size = QUICK if quick else FULL
     requests = day(bench, size)
-    store, samples = folder / "store", folder / "samples"
     stored: list[Json] = []
 
-    def look(n_ended: int) -> None:
-        stored.append({"at": time.time(), "bytes": sizes(store)["du_bytes"]})
+    def look(n_ended: int, _: object) -> None:
+        stored.append({"at": time.time(), "bytes": sizes(folder / "store")["du_bytes"]})
         note(f"{n_ended} of {size.jobs} jobs")
 
     options = ("--model", bench.source, "--dtype", bench.dtype, "--memory-max-bytes", str(size.ram_bytes))
-    with (
-        EmbeddedServer(folder / "redis") as server,
-        WorkerProcess(server.url, store, *options, program=watched(samples)) as worker,
-    ):
-        served = serve(
-            server.url, worker, requests, ahead=size.ahead, restarts=[(LIFE_BEFORE_KILL, SIGKILL)],
-            progress=lambda n_ended: n_ended / size.jobs, look=look,
-        )  # fmt: skip
+    served, seen, log = serve(
+        folder, options, requests, ahead=size.ahead, restarts=[(LIFE_BEFORE_KILL, SIGKILL)],
+        progress=lambda n_ended: n_ended / size.jobs, look=look,
+    )  # fmt: skip
     results = [result for result, _ in served.answered]
     missing = size.jobs - len(results)
     if missing:
-        raise RuntimeError(f"{missing} jobs have no answer:\n{worker.log.read_text()[-4000:]}")
-    seen = [json.loads(line) for line in samples.read_text().splitlines()]
+        raise RuntimeError(f"{missing} jobs have no answer:\n{log[-4000:]}")
     found = slices(served, seen, max(1, size.jobs // size.slices))
     for one in found:
         one["store_mb"] = mb(nearest(stored, served.began_at + one["ended_s"])["bytes"])
@@ -174,7 +164,7 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
         "jobs": size.jobs,
         "agents": size.agents,
         "ram_cache_mb": mb(size.ram_bytes),
-        "width": worker.log.read_text().rpartition("ready: model")[2].splitlines()[0].rpartition(", ")[2],
+        "width": log.rpartition("ready: model")[2].splitlines()[0].rpartition(", ")[2],
         "took_s": round(max(served.ends) - served.began_at),
         "prompt_tokens": dict(
             zip(("median", "p95", "most"), np.quantile(lengths, [0.5, 0.95, 1]).tolist(), strict=True)

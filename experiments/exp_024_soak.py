@@ -27,9 +27,7 @@ from prompts import SIX_KINDS, text_of
 from redis import Redis
 from report import Report, columns, figure, lines, machine_line, say, yes
 from store_bench import sizes
-from worker_process import SCRIPTED, WorkerProcess, watched
-
-from stoker_worker.embedded_redis import EmbeddedServer
+from worker_process import SCRIPTED
 
 NUMBER = "024"
 PARTS = {"scripted": "Scripted engine", "real": "Real model"}
@@ -111,30 +109,24 @@ def requests(load: Load, text: Text, progress: Callable[[int], float]) -> Iterat
 
 def soak(folder: Path, load: Load, text: Text) -> tuple[Served, list[Json], list[Json]]:
     """Run a load; returns what was served, the worker's samples of itself, and those of its store and server."""
-    store, samples, beside = folder / "store", folder / "samples", list[Json]()
-    with (
-        EmbeddedServer(folder / "redis") as server,
-        Redis.from_url(server.url) as connection,
-        WorkerProcess(server.url, store, *load.engine, *load.limits, program=watched(samples)) as worker,
-    ):
-        began = time.monotonic()
+    beside, began = list[Json](), time.monotonic()
 
-        def progress(n_jobs: int) -> float:
-            return n_jobs / load.jobs if load.jobs else (time.monotonic() - began) / load.seconds
+    def progress(n_jobs: int) -> float:
+        return n_jobs / load.jobs if load.jobs else (time.monotonic() - began) / load.seconds
 
-        def look(n_ended: int) -> None:
-            if beside and time.time() - beside[-1]["at"] < load.seconds / POINTS:
-                return
-            redis = {"redis_bytes": connection.info("memory")["used_memory"], "keys": connection.dbsize()}
-            beside.append({"at": time.time(), **sizes(store), **redis})
-            if len(beside) % 10 == 1:
-                note(f"{n_ended} jobs, {progress(n_ended):.0%}: {beside[-1]}")
+    def look(n_ended: int, connection: Redis) -> None:
+        if beside and time.time() - beside[-1]["at"] < load.seconds / POINTS:
+            return
+        redis = {"redis_bytes": connection.info("memory")["used_memory"], "keys": connection.dbsize()}
+        beside.append({"at": time.time(), **sizes(folder / "store"), **redis})
+        if len(beside) % 10 == 1:
+            note(f"{n_ended} jobs, {progress(n_ended):.0%}: {beside[-1]}")
 
-        served = serve(
-            server.url, worker, requests(load, text, progress), ahead=load.ahead, restarts=load.restarts,
-            progress=progress, look=look, result_ttl_s=load.result_ttl_s,
-        )  # fmt: skip
-    return served, [json.loads(line) for line in samples.read_text().splitlines()], beside
+    served, samples, _ = serve(
+        folder, (*load.engine, *load.limits), requests(load, text, progress), ahead=load.ahead,
+        restarts=load.restarts, progress=progress, look=look, result_ttl_s=load.result_ttl_s,
+    )  # fmt: skip
+    return served, samples, beside
 
 
 def part(load: Load, text: Text, facts: Json) -> Json:
@@ -216,29 +208,20 @@ def render(content: Json, results: Path) -> Report:
 
 
 def _summary(part: Json) -> str:
-    memory, again = part["lines"]["rss_mb"], part["run_again"]
+    memory, (begin, end) = part["lines"]["rss_mb"], part["window_s"]
+    good = part["verdict"]["every_job_has_one_result"] and part["verdict"]["each_agents_turns_are_in_order"]
     return (
         f"{part['jobs']} jobs of {part['agents']} agents in {part['took_s']} s, with {len(part['restarts'])} restarts. "
-        f"{_counted(part['verdict'])}; {again} ran again after a kill. Resident memory is {memory['median']} MB and "
-        f"changes by {memory['change']:+.1f} MB in {_minutes(part)} minutes. Not flat: {_not_flat(part)}."
+        f"{'Every' if good else 'NOT every'} job has one result, in each agent's order; {part['run_again']} ran "
+        "again after a kill. "
+        f"Resident memory is {memory['median']} MB and changes by {memory['change']:+.1f} MB in "
+        f"{(end - begin) / 60:.1f} minutes. Not flat: {_not_flat(part)}."
     )
 
 
 def _not_flat(part: Json) -> str:
-    return (
-        " and ".join(NAMES[name].removesuffix(", MB") for name, line in part["lines"].items() if not line["is_flat"])
-        or "nothing"
-    )
-
-
-def _counted(verdict: Json) -> str:
-    good = verdict["every_job_has_one_result"], verdict["each_agents_turns_are_in_order"]
-    return "Every job has one result, in each agent's order" if all(good) else "NOT every job has one result in order"
-
-
-def _minutes(part: Json) -> str:
-    begin, end = part["window_s"]
-    return f"{(end - begin) / 60:.1f}"
+    names = [NAMES[name].removesuffix(", MB") for name, line in part["lines"].items() if not line["is_flat"]]
+    return " and ".join(names) or "nothing"
 
 
 def _load(part: Json) -> str:

@@ -6,6 +6,7 @@ worker's own figures come from `watched_worker.py`.
 """
 
 import bisect
+import json
 import math
 import random
 import statistics
@@ -14,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from signal import Signals
 from typing import Any
 
@@ -22,11 +24,12 @@ from redis import Redis
 from rq.job import Job
 from rq.results import Result
 from rq.utils import utcparse
-from worker_process import WorkerProcess
+from worker_process import WorkerProcess, watched
 
 from stoker import Producer
 from stoker_shared import GenerationResult
 from stoker_shared.errors import JobError
+from stoker_worker.embedded_redis import EmbeddedServer
 
 PATIENCE_S = 300.0
 _CHUNKS = 4
@@ -79,35 +82,38 @@ class Served:
 
 
 def serve(
-    url: str,
-    worker: WorkerProcess,
-    requests: Iterable[dict[str, Any]],
-    *,
-    ahead: int,
-    restarts: Sequence[tuple[float, Signals]],
-    progress: Callable[[int], float],
-    look: Callable[[int], None],
-    **options: Any,
-) -> Served:
-    """Keep up to `ahead` jobs waiting or running until all requests have ended.
+    folder: Path, worker: Sequence[str], requests: Iterable[dict[str, Any]], *, ahead: int,
+    restarts: Sequence[tuple[float, Signals]], progress: Callable[[int], float],
+    look: Callable[[int, Redis], None], **options: Any,
+) -> tuple[Served, list[Json], str]:  # fmt: skip
+    """Keep up to `ahead` jobs waiting or running at a worker process until all requests have ended; returns the
+    worker's samples of itself and its log, too.
 
     Args:
-        restarts: at which progress the worker is stopped, and with which signal; it is started again at once.
+        folder: has the worker's ``store``.
+        worker: options of the worker.
+        restarts: at which progress it is stopped, and with which signal; it is started again at once.
         progress: of the run, from 0 to 1, from the number of jobs that have ended.
-        look: called every few jobs with that number.
+        look: called every few jobs with that number, and a connection to the server.
         options: the jobs' options, as for `Producer.submit_many`.
     """
-    served, coming, stops = Served(time.time()), iter(requests), deque(restarts)
-    waiting: deque[list[Any]] = deque()
-    with Redis.from_url(url) as connection, Producer(url) as producer:
+    samples = folder / "samples"
+    with (
+        EmbeddedServer(folder / "redis") as server,
+        Redis.from_url(server.url) as connection,
+        Producer(server.url) as producer,
+        WorkerProcess(server.url, folder / "store", *worker, program=watched(samples)) as process,
+    ):
+        served, coming, stops = Served(time.time()), iter(requests), deque(restarts)
+        waiting: deque[list[Any]] = deque()
         while True:
             while len(waiting) < _CHUNKS and (some := list(islice(coming, -(-ahead // _CHUNKS)))):
                 waiting.append(producer.submit_many(some, **options))
-            look(len(served.results))
+            look(len(served.results), connection)
             if not waiting:
-                return served
+                break
             if stops and progress(len(served.results)) >= stops[0][0]:
-                served.restarts.append(_restarted(worker, stops.popleft()[1]))
+                served.restarts.append(_restarted(process, stops.popleft()[1]))
             tickets = waiting.popleft()
             served.results += producer.results(tickets, PATIENCE_S, return_errors=True)
             with connection.pipeline(transaction=False) as pipeline:
@@ -117,7 +123,9 @@ def serve(
                     pipeline.hget(Job.key_for(ticket.job_id), "ended_at")
                 found = pipeline.execute()
             served.n_results += found[: len(tickets)]
-            served.ends += [utcparse(end.decode()).timestamp() if end else time.time() for end in found[len(tickets) :]]
+            ends = (utcparse(end.decode()).timestamp() if end else time.time() for end in found[len(tickets) :])
+            served.ends += ends
+    return served, [json.loads(line) for line in samples.read_text().splitlines()], process.log.read_text()
 
 
 def _restarted(worker: WorkerProcess, with_signal: Signals) -> Restart:

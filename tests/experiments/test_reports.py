@@ -82,13 +82,3 @@ def test_the_results_come_from_a_full_run_and_the_verdict_from_its_criteria(repo
     assert content["quick"] is False
     passed = content["verdict"].pop("passed")
     assert passed == all(content["verdict"].values())
-
-
-def test_the_plan_for_more_macs_has_the_figures_of_its_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(EXPERIMENTS))
-    from exp_026_scale_out import plan  # type: ignore[import-not-found]
-
-    content = json.loads((EXPERIMENTS / "results" / "exp_026_results.json").read_text())
-    page = (EXPERIMENTS.parent / "docs" / "scale-out.md").read_text()
-    assert plan(content) in page
-    assert f"**{content['one_server']['ends_at_workers']} workers**" in page
