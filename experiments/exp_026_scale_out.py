@@ -13,8 +13,8 @@ from report import Report, figure, lines, say
 
 SUMMARY = (
     "{last[workers]:,} workers and {last[agents]:,} agents, with {last[deaths_per_min]:g} deaths a minute: "
-    "{last[hit_share]:.1%} of the prompt tokens come from a cache (at best {last[best_hit_share]:.1%}), the median wait "
-    "is {last[wait_s][p50]:.2f} s, {last[over_10_s]:.1%} of the jobs wait for more than 10 s. A job costs this "
+    "{last[hit_share]:.1%} of the prompt tokens come from a cache (at best {last[best_hit_share]:.1%}), the median "
+    "wait is {last[wait_s][p50]:.2f} s, {last[over_10_s]:.1%} of the jobs wait for more than 10 s. A job costs this "
     "machine's Redis {cost[job][server_us]:.0f} µs alone. By computation, one queue on it ends at {ends_at_workers} "
     "workers."
 )
