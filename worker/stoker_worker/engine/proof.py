@@ -40,7 +40,7 @@ from stoker_worker.engine.trial import (
 )
 from stoker_worker.models.cache_probe import can_be_batched
 from stoker_worker.models.memo_file import read_memo, write_memo
-from stoker_worker.ports import LoadedModel, TokenizerPort
+from stoker_worker.ports import LoadedModel
 from stoker_worker.ports.model import WIDEST_FIRST, Batching, ServingMode
 
 _NAMES: Final = re.compile(r"^(?!.*(dim|head)).*(window|top_?k|sparse|chunk|block)", re.ASCII)
@@ -229,7 +229,9 @@ def _plan(
         the plans, and what is not tried, for the log; empty if nothing is left out.
     """
     most = loaded.context_tokens
-    text_ids = _text_ids(loaded.tokenizer, model(mx.array([[0]])).shape[-1])
+    # After real text: after random tokens a model's distribution is flat, and differences drown in noise.
+    ids = loaded.tokenizer.encode(_TEXT, special_start=False)
+    text_ids = [token for token in ids if token < loaded.vocabulary and token not in loaded.tokenizer.eos_ids]
     kv_heads = {layer.n_kv_heads for layer in loaded.spec.layers}
     make = partial(plan, text_ids, kv_heads=kv_heads, max_batch=max_batch, most=most)
     windows = {layer.window_tokens for layer in loaded.spec.layers}
@@ -272,9 +274,3 @@ def _precision(model: Any, loaded: LoadedModel) -> str:
     precision = str(model(mx.array([[0, 1]])).dtype).rpartition(".")[2]
     is_packed = any(layer.is_packed for layer in loaded.spec.layers)
     return IN_8_BITS if precision == "float32" and is_packed else precision
-
-
-def _text_ids(tokenizer: TokenizerPort, vocabulary: int) -> list[int]:
-    """Token ids of real text: after random ones a model's distribution is flat, and differences drown in noise."""
-    ids = tokenizer.encode(_TEXT, special_start=False)
-    return [token for token in ids if token < vocabulary and token not in tokenizer.eos_ids]

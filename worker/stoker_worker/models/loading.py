@@ -64,7 +64,12 @@ def load_model(
     folder = local or _download(model)
     extras.require_trust(folder)
     resolved = _resolved_dtype(dtype)
-    network, wrapper, config = _load_or_tell(model, folder, extras, as_float32=resolved == "float32")
+    try:
+        network, wrapper, config = _load(folder, extras, as_float32=resolved == "float32")
+    except ModelNotLoadable:
+        raise
+    except Exception as error:  # mlx-lm and transformers raise anything from KeyError to RuntimeError here
+        raise ModelNotLoadable(f"cannot load {model}: {reason_of(error, extras)}") from None
     spec = _cache_spec(network, store_dtype, kv_bits)
     files = ModelFolder(folder, digest_cache)
     of_tokenizer, layout = files.tokenizer_fingerprint(chat_template_text(wrapper)), spec.describe()
@@ -91,16 +96,6 @@ def _vocabulary(network: Any) -> int:
     return int(network(mx.array([[0]])).shape[-1])
 
 
-def _load_or_tell(model: str, folder: Path, extras: ModelExtras, *, as_float32: bool) -> tuple[Any, Any, Any]:
-    """As `_load`, with one line for each error."""
-    try:
-        return _load(folder, extras, as_float32=as_float32)
-    except ModelNotLoadable:
-        raise
-    except Exception as error:  # mlx-lm and transformers raise anything from KeyError to RuntimeError here
-        raise ModelNotLoadable(f"cannot load {model}: {reason_of(error, extras)}") from None
-
-
 def model_name(model: str, extras: ModelExtras) -> str:
     """The name by which jobs name the model.
 
@@ -120,13 +115,9 @@ def check_exists(model: str) -> None:
         ModelNotLoadable: it is not there, or cannot be fetched.
     """
     if local_folder(model) is None:
-        _fetched(model, lambda: _config_of(model))
+        from huggingface_hub import hf_hub_download
 
-
-def _config_of(repo: str) -> str:
-    from huggingface_hub import hf_hub_download
-
-    return hf_hub_download(repo, "config.json")
+        _fetched(model, lambda: hf_hub_download(model, "config.json"))
 
 
 def _cache_spec(network: Any, store_dtype: StoreDtype, kv_bits: int | None) -> ModelCacheSpec:

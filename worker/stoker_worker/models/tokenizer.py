@@ -162,9 +162,9 @@ class ControlTokens:
         )
         self._stand_ins = {content: chr(_FIRST + index) for index, content in enumerate(self._contents)}
         longest_first = sorted(self._contents, key=len, reverse=True)  # as tokenizers match them
-        tokens = "|".join(re.escape(content) for content in longest_first)
-        self._in_text = re.compile(f"{_ESCAPE}|{tokens}" if tokens else _ESCAPE)
-        self._in_rendered = re.compile(f"{_ESCAPE}(.)|{tokens}" if tokens else f"{_ESCAPE}(.)", re.DOTALL)
+        tokens = [re.escape(content) for content in longest_first]
+        self._in_text = re.compile("|".join([_ESCAPE, *tokens]))
+        self._in_rendered = re.compile("|".join([f"{_ESCAPE}(.)", *tokens]), re.DOTALL)
         self._marked: _MarkedTokenizer | None = None
 
     def escape(self, value: Any, *, own_words: bool = False) -> Any:
@@ -178,10 +178,7 @@ class ControlTokens:
                 return value.replace(_ESCAPE, _ESCAPE * 2)
             return self._in_text.sub(lambda found: _ESCAPE + self._stand_ins.get(found[0], _ESCAPE), value)
         if isinstance(value, Mapping):
-            return {
-                self.escape(key, own_words=own_words): self.escape(item, own_words=own_words)
-                for key, item in value.items()
-            }
+            return {self.escape(k, own_words=own_words): self.escape(v, own_words=own_words) for k, v in value.items()}
         if isinstance(value, list | tuple):
             return [self.escape(item, own_words=own_words) for item in value]
         return value
@@ -295,31 +292,20 @@ class ModelTokenizer:
         self._control = ControlTokens(tokenizer, chat_template_text(wrapper))
         self._forms = TemplateForms(self._apply, chat_template_text(wrapper))
         self._reserved = frozenset(inspect.signature(type(tokenizer).apply_chat_template).parameters) - {"documents"}
-        self._max_token_bytes = _max_token_bytes(tokenizer)
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """Every id that ends a generation, the same as for mlx-lm."""
-        return frozenset(self._wrapper.eos_token_ids)
-
-    @property
-    def max_token_bytes(self) -> int:
-        """Most bytes of text in one token."""
-        return self._max_token_bytes
+        self.eos_ids: frozenset[int] = frozenset(wrapper.eos_token_ids)  # the same as for mlx-lm
+        self.max_token_bytes = _max_token_bytes(tokenizer)
 
     def fork(self) -> "ModelTokenizer":
         """A tokenizer that shares nothing with this one: encoding changes its settings for a moment."""
         return ModelTokenizer(copy.deepcopy(self._wrapper))
 
     def encode(self, text: str, *, special_start: bool) -> list[int]:
-        """Token ids of `text`, control tokens in it included; with `special_start` as mlx-lm encodes a prompt."""
         bos = self._tokenizer.bos_token
         add = special_start and (bos is None or not text.startswith(bos))
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add)
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The exact text of `token_ids`, control tokens and all spaces included."""
         text: str = self._tokenizer.decode(
             list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
@@ -333,13 +319,6 @@ class ModelTokenizer:
         tools: Sequence[Mapping[str, Any]] | None,
         template_kwargs: Mapping[str, Any] | None,
     ) -> str:
-        """The conversation as the template writes it, in escaped form: for `encode_rendered` and for comparisons.
-
-        Control tokens in anything but assistant messages are escaped (see `control_tokens`).
-
-        Raises:
-            TemplateError: there is no template, it refused the messages, or `template_kwargs` has a reserved name.
-        """
         if not self._wrapper.has_chat_template:
             raise TemplateError("this model has no chat template: send a prompt instead of messages")
         extra = self._control.escape(template_kwargs or {})
@@ -367,15 +346,9 @@ class ModelTokenizer:
         return rendered
 
     def encode_rendered(self, rendered: str) -> list[int]:
-        """Token ids of a text from `render`, or of its end.
-
-        Raises:
-            TemplateError: a control token quoted in a message cannot be written as plain text with this tokenizer.
-        """
         return self._control.encode(rendered)
 
     def rest_of(self, rendered: str, *, after: str) -> str | None:
-        """The part of `rendered` after the plain text `after`; ``None`` when it does not begin with it."""
         return self._control.rest_of(rendered, after)
 
 

@@ -260,7 +260,7 @@ class TokenizerPort(Protocol):
         escapes.
 
         Raises:
-            TemplateError: there is no template, or it refused the messages.
+            TemplateError: there is no template, it refused the messages, or `template_kwargs` has a reserved name.
         """
         ...
 
