@@ -70,11 +70,11 @@ class Counts:
         def of_group(group: Any) -> list[Any]:
             return [*group._keys, *group._values]
 
-        def joining(group: Any, rows: Sequence[Any], *_: Any) -> int:
-            return sum(int(caches[0].offset) for caches in rows)
+        def joining(group: Any, placings: Sequence[Any]) -> int:
+            return sum(int(caches[0].offset) for _, caches in placings)
 
-        def moving(group: Any, index: int) -> int:
-            return 0 if index == len(group) - 1 else int(group.lengths[-1])
+        def moving(group: Any, row: Any) -> int:
+            return 0 if row is group.rows[-1] else int(group.lengths[-1])
 
         merge = BatchKVCache.merge
         with ExitStack() as stack:

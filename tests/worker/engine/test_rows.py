@@ -5,6 +5,7 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from stoker_worker.engine.rows.groups import RowGroup
+from stoker_worker.engine.rows.row import Row
 
 pytestmark = pytest.mark.mlx
 
@@ -19,7 +20,7 @@ def test_a_step_of_a_long_row_copies_no_more_than_a_part_of_its_layers():
         cache.offset = n_tokens
         caches.append(cache)
     mx.eval([[cache.keys, cache.values] for cache in caches])
-    group = RowGroup(caches, 10_000)
+    group = RowGroup(Row(0, [0] * n_tokens, 10_000, None, (), frozenset()), caches)
     del caches, cache
     layer_bytes = 2 * 2048 * head * 4
     new, most = mx.zeros((1, 1, 1, head)), 0

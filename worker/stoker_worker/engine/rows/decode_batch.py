@@ -87,7 +87,7 @@ class DecodeBatch:
             pairs = list(zip(order, fed.tolist(), strict=True))
             inputs = mx.array([x for row, token in pairs for x in (token, *drafts.get(row, ()))], mx.uint32)
             of_inputs = [row for row in order for _ in range(1 + len(drafts.get(row, ())))]
-        self._step.begin([1 + len(drafts.get(rows[0], ())) for rows in self._groups.rows])
+        self._step.begin([1 + len(drafts.get(group.rows[0], ())) for group in self._groups.groups])
         logits = self._model(inputs[:, None], cache=self._join(self._step_caches, self._others))[:, -1, :]
         contexts: list[mx.array] = []
         logits = processed(of_inputs, inputs, logits, contexts)
@@ -178,7 +178,7 @@ class DecodeBatch:
     def _own_caches(self, row: Row) -> tuple[list[KVCache], list[Any]]:
         """Those after its prefix, and those that are not of full attention."""
         index = self._groups.order().index(row)
-        return self._groups.own(row), [cache.extract(index) for cache in self._others]
+        return self._groups.of(row).own(row), [cache.extract(index) for cache in self._others]
 
     def _whole(self, row: Row, own: list[KVCache], others: list[Any]) -> list[Any]:
         """A row's caches from its first token on. Its prefix is not copied before they are evaluated."""

@@ -14,6 +14,9 @@ from stoker_worker.engine.kv_memory import GROW_STEPS, MOST_APART, MOST_SHARED_T
 from stoker_worker.engine.rows.row import Row
 from stoker_worker.engine.rows.shared_prefix import SharedPrefix
 
+Placing = tuple[Row, list[KVCache]]
+"""A row, and its own caches of every full-attention layer, which become its group's."""
+
 
 class RowGroup:
     """
@@ -23,23 +26,23 @@ class RowGroup:
         mask: which of a step's tokens each row has, (rows, 1, 1, tokens); ``None`` when each row has all.
     """
 
-    def __init__(self, caches: Sequence[KVCache], n_left: int, prefix: SharedPrefix | None = None) -> None:
+    def __init__(self, row: Row, caches: Sequence[KVCache]) -> None:
         """
         Args:
-            caches: one row's, of every full-attention layer; their arrays become the group's.
-            n_left: most tokens that it may get.
+            caches: the row's; their arrays become the group's.
         """
         # Per layer (places, n_kv_heads, room, dim); row i has the tokens [end - lengths[i], end).
         self._keys: list[mx.array] = [cache.keys for cache in caches]
         self._values: list[mx.array] = [cache.values for cache in caches]
         self._end = int(caches[0].offset)
-        self._most = self._end + n_left  # tokens of the longest row at its end
-        self.prefix = prefix
+        self._most = self._end + row.n_left + 1  # tokens of the longest row at its end
+        self.rows = [row]
+        self.prefix = row.prefix
         self.lengths = [self._end]
         self.mask: mx.array | None = None
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return len(self.rows)
 
     @property
     def nbytes(self) -> int:
@@ -55,20 +58,21 @@ class RowGroup:
         longest, shortest = max(n_tokens, *self.lengths), min(n_tokens, *self.lengths)
         return longest <= MOST_SHARED_TOKENS and longest - shortest <= MOST_APART
 
-    def add(self, rows: Sequence[Sequence[KVCache]], n_left: int) -> None:
+    def add(self, placings: Sequence[Placing]) -> None:
         """Copy rows into the group, after those that are there.
 
         Args:
-            rows: their caches are emptied, a layer at a time, so that nearly nothing is in memory twice.
-            n_left: most tokens that one of them may get.
+            placings: the caches are emptied, a layer at a time, so that nearly nothing is in memory twice.
         """
-        lengths = [int(caches[0].offset) for caches in rows]
-        longest, n_rows = max(*self.lengths, *lengths), len(self) + len(rows)
+        of_rows = [caches for _, caches in placings]
+        n_left = max(row.n_left for row, _ in placings) + 1
+        lengths = [int(caches[0].offset) for caches in of_rows]
+        longest, n_rows = max(*self.lengths, *lengths), len(self) + len(placings)
         self._most = max(self._most, max(lengths) + n_left)
         if n_rows > self._places or longest > self._end:
             spare = n_rows // SPARE_SHARE if self._places > 1 else 0  # rows that come together may leave together
             self._rebuild(n_rows + spare, longest, n_left)
-        of_layers = zip(self._keys, self._values, zip(*rows, strict=True), strict=True)
+        of_layers = zip(self._keys, self._values, zip(*of_rows, strict=True), strict=True)
         for keys, values, caches in of_layers:
             for place, (cache, length) in enumerate(zip(caches, lengths, strict=True), len(self)):
                 at = (slice(place, place + 1), slice(None), slice(self._end - length, self._end))
@@ -76,24 +80,27 @@ class RowGroup:
                 cache.keys = cache.values = None
             mx.eval(keys, values)
         self.lengths += lengths
+        self.rows += [row for row, _ in placings]
 
-    def remove(self, index: int) -> None:
+    def remove(self, row: Row) -> None:
         """Take a row out; the last row takes its place. `shrink` follows the last removal of a step."""
-        last = len(self) - 1
+        index, last = self.rows.index(row), len(self) - 1
         if index != last:
             start = self._end - self.lengths[last]
             for array in (*self._keys, *self._values):
                 array[index : index + 1, :, start : self._end] = self._copy(array, last, start)
-            self.lengths[index] = self.lengths[last]
+            self.lengths[index], self.rows[index] = self.lengths[last], self.rows[last]
         self.lengths.pop()
+        self.rows.pop()
 
     def shrink(self) -> None:
         """Give spare places back, if there are too many."""
         if self._places > len(self) + len(self) // SPARE_SHARE:
             self._rebuild(len(self), max(self.lengths), 0)
 
-    def row(self, index: int) -> list[KVCache]:
-        """A row's own caches: the group's arrays where it is alone, else copies, not yet evaluated."""
+    def own(self, row: Row) -> list[KVCache]:
+        """A row's caches after its prefix: the group's arrays where it is alone, else copies, not yet evaluated."""
+        index = self.rows.index(row)
         start, caches = self._end - self.lengths[index], []
         for keys, values in zip(self._keys, self._values, strict=True):
             cache = KVCache()
@@ -178,20 +185,14 @@ class RowGroup:
         self._end = longest
 
 
-Placing = tuple[Row, list[KVCache]]
-"""A row, and its own caches of full attention, which become its group's."""
-
-
 class RowGroups:
     """
     Attributes:
         groups: in the order of a pass's inputs; always the same list.
-        rows: of each group.
     """
 
     def __init__(self) -> None:
         self.groups: list[RowGroup] = []
-        self.rows: list[list[Row]] = []
 
     @property
     def prefixes(self) -> list[SharedPrefix | None]:
@@ -203,82 +204,51 @@ class RowGroups:
         return sum(group.nbytes for group in self.groups)
 
     def order(self) -> list[Row]:
-        return [row for rows in self.rows for row in rows]
+        return [row for group in self.groups for row in group.rows]
+
+    def of(self, row: Row) -> RowGroup:
+        return next(group for group in self.groups if row in group.rows)
 
     def place(self, placings: Iterable[Placing]) -> None:
         """Put each row into a group; one that fits into none founds one."""
-        joining: dict[int, list[Placing]] = {}
+        joining: dict[RowGroup, list[Placing]] = {}
         for row, caches in sorted(placings, key=lambda placing: placing[0].n_own):
-            number = self._fitting(row)
-            if number is None:
-                self._found(row, caches, row.prefix)
+            fitting = (group for group in self.groups if group.prefix == row.prefix and group.takes(row.n_own))
+            if (group := next(fitting, None)) is None:
+                self.groups.append(RowGroup(row, caches))
             else:
-                joining.setdefault(number, []).append((row, caches))
-        for number, together in joining.items():
-            n_left = max(row.n_left for row, _ in together) + 1
-            self.groups[number].add([caches for _, caches in together], n_left)
-            self.rows[number] += [row for row, _ in together]
-
-    def _fitting(self, row: Row) -> int | None:
-        if row.n_own > MOST_SHARED_TOKENS:
-            return None
-        fitting = (i for i, group in enumerate(self.groups) if group.prefix == row.prefix and group.takes(row.n_own))
-        return next(fitting, None)
-
-    def _found(self, row: Row, caches: list[KVCache], prefix: SharedPrefix | None) -> None:
-        self.groups.append(RowGroup(caches, row.n_left + 1, prefix))
-        self.rows.append([row])
+                joining.setdefault(group, []).append((row, caches))
+        for group, together in joining.items():
+            group.add(together)
 
     def remove(self, leaving: Sequence[Row]) -> None:
-        for number in reversed(range(len(self.groups))):
-            group, rows = self.groups[number], self.rows[number]
-            gone = [row for row in leaving if row in rows]
-            if len(gone) == len(rows):
-                del self.groups[number], self.rows[number]
+        for group in [*self.groups]:
+            gone = [row for row in leaving if row in group.rows]
+            if len(gone) == len(group):
+                self.groups.remove(group)
                 continue
             for row in gone:
-                self._take_out(number, row)
+                group.remove(row)
             group.shrink()
 
     def set_apart(self, apart: Iterable[Row]) -> None:
         """Give rows groups of their own: a draft is written to one row, and taken back from it."""
         for row in apart:
-            number = self._number(row)
-            group, rows = self.groups[number], self.rows[number]
-            if len(rows) > 1:
-                caches = group.row(rows.index(row))
+            group = self.of(row)
+            if len(group) > 1:
+                caches = group.own(row)
                 mx.eval([cache.state for cache in caches])  # or the group could not be updated in place
-                self._take_out(number, row)
+                group.remove(row)
                 group.shrink()
-                self._found(row, caches, group.prefix)
+                self.groups.append(RowGroup(row, caches))
 
     def dissolve_outgrown(self) -> None:
         """Set all rows of a group apart that has become too long; of one group at most."""
         for number, group in enumerate(self.groups):
             if group.is_outgrown:
-                rows = self.rows[number]
-                self.groups[number : number + 1] = [
-                    RowGroup(group.row(i), row.n_left + 1, group.prefix) for i, row in enumerate(rows)
-                ]
-                self.rows[number : number + 1] = [[row] for row in rows]
+                self.groups[number : number + 1] = [RowGroup(row, group.own(row)) for row in group.rows]
                 return
-
-    def own(self, row: Row) -> list[KVCache]:
-        """A row's caches after its prefix, as `RowGroup.row`."""
-        number = self._number(row)
-        return self.groups[number].row(self.rows[number].index(row))
 
     def trim(self, row: Row, n_tokens: int) -> None:
         """Take back the newest tokens of a row that was set apart."""
-        self.groups[self._number(row)].trim(n_tokens)
-
-    def _number(self, row: Row) -> int:
-        return next(number for number, rows in enumerate(self.rows) if row in rows)
-
-    def _take_out(self, number: int, row: Row) -> None:
-        """The last row of the group takes its place."""
-        rows = self.rows[number]
-        index = rows.index(row)
-        rows[index] = rows[-1]
-        rows.pop()
-        self.groups[number].remove(index)
+        self.of(row).trim(n_tokens)
