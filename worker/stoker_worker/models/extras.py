@@ -126,11 +126,13 @@ class ModelExtras:
         network.eval()  # the new layers would drop a part of their input, as in training
 
 
-def reason_of(error: Exception, extras: ModelExtras) -> str:
-    """Why mlx-lm or transformers did not load a model, in one line; without trust, with the option that it lacks."""
-    if not extras.trust_remote_code and "trust_remote_code" in str(error):
-        return f"it runs code of its own: {_CODE_NEEDED}"
-    return one_line(error)
+def not_loadable(model: str, error: Exception, extras: ModelExtras) -> ModelNotLoadable:
+    """What mlx-lm or transformers raised, in one line; without trust, with the option that it lacks."""
+    if isinstance(error, ModelNotLoadable):
+        return error
+    needs_trust = not extras.trust_remote_code and "trust_remote_code" in str(error)
+    reason = f"it runs code of its own: {_CODE_NEEDED}" if needs_trust else one_line(error)
+    return ModelNotLoadable(f"cannot load {model}: {reason}")
 
 
 NO_EXTRAS: Final = ModelExtras()

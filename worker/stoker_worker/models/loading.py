@@ -13,7 +13,7 @@ from stoker_shared.errors import ModelNotLoadable
 from stoker_shared.text import one_line
 from stoker_worker.models.answer_formats import answer_format
 from stoker_worker.models.device import is_gpu
-from stoker_worker.models.extras import NO_EXTRAS, ModelExtras, reason_of
+from stoker_worker.models.extras import NO_EXTRAS, ModelExtras, not_loadable
 from stoker_worker.models.fingerprint import ModelFolder
 from stoker_worker.models.guides import GrammarGuides
 from stoker_worker.models.tokenizer import ModelTokenizer, chat_template_text
@@ -66,10 +66,8 @@ def load_model(
     resolved = _resolved_dtype(dtype)
     try:
         network, wrapper, config = _load(folder, extras, as_float32=resolved == "float32")
-    except ModelNotLoadable:
-        raise
     except Exception as error:  # mlx-lm and transformers raise anything from KeyError to RuntimeError here
-        raise ModelNotLoadable(f"cannot load {model}: {reason_of(error, extras)}") from None
+        raise not_loadable(model, error, extras) from None
     spec = _cache_spec(network, store_dtype, kv_bits)
     files = ModelFolder(folder, digest_cache)
     of_tokenizer, layout = files.tokenizer_fingerprint(chat_template_text(wrapper)), spec.describe()
