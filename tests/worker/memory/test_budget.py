@@ -114,8 +114,9 @@ def test_an_evicted_agent_continues_and_its_next_turn_is_cached_again(tmp_path: 
     assert agent.open().number == 2
 
 
-def test_eviction_leaves_the_start_of_a_chain(tmp_path: Path) -> None:
-    agent = Agent(open_store(tmp_path, keep_unused_s=0), model=BIG)
+def test_eviction_leaves_the_start_of_a_chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eviction, "KEEP_UNUSED_S", 0.0)
+    agent = Agent(open_store(tmp_path), model=BIG)
     agent.say(LONG[:1100])
     squeeze(agent.store, settled_bytes(agent.store) - 1)
     left = agent.cached(LONG[:1200])
@@ -160,6 +161,7 @@ def test_replaced_blocks_are_removed_after_an_hour(tmp_path: Path, monkeypatch: 
     later = time.time() + 3601
     monkeypatch.setattr(eviction, "time", SimpleNamespace(time=lambda: later))
     agent.say((*ids(600, seed=1), 1))
+    agent.store.budget.make_room()
     assert not set(first) & set(blocks_in(tmp_path))
     assert agent.cached((*ids(600, seed=1), 1, 2)) == 601
 
@@ -236,9 +238,10 @@ def test_a_block_that_a_save_counts_on_is_not_evicted(tmp_path: Path) -> None:
     ids=["full", "hybrid"],
 )
 def test_saves_loads_and_evictions_at_once_leave_whole_agents_and_a_right_usage(
-    tmp_path: Path, model: LoadedModel, max_bytes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: LoadedModel, max_bytes: int
 ) -> None:
-    store = open_store(tmp_path, max_bytes=max_bytes, memory_max_bytes=200_000, keep_unused_s=0)
+    monkeypatch.setattr(eviction, "KEEP_UNUSED_S", 0.0)
+    store = open_store(tmp_path, max_bytes=max_bytes, memory_max_bytes=200_000)
     readers = [Agent(store, f"reader {number}", model) for number in range(3)]  # no agent has two jobs at once
     for reader in readers:
         reader.say((*LONG[:600], 1))

@@ -30,7 +30,7 @@ from tests.worker.memory.agents import (
 from tests.worker.memory.faulty_files import FullFiles
 
 from stoker_shared.agents import AgentRequest
-from stoker_worker.memory import cache_index, transcripts
+from stoker_worker.memory import cache_index, eviction, transcripts
 from stoker_worker.memory.agent_changes import forget_agent, fork_agent
 from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.memory.store import AgentCacheStore
@@ -75,7 +75,6 @@ class Budget(RuleBasedStateMachine):
             files=self.files,
             max_bytes=self.max_bytes,
             memory_max_bytes=self.memory_max_bytes,
-            keep_unused_s=0,
         )
         self.store.pin(self.pinned, frozenset())
 
@@ -311,7 +310,8 @@ class Budget(RuleBasedStateMachine):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_hundreds_of_random_operations(model: LoadedModel) -> None:
+def test_hundreds_of_random_operations(monkeypatch: pytest.MonkeyPatch, model: LoadedModel) -> None:
+    monkeypatch.setattr(eviction, "KEEP_UNUSED_S", 0.0)
     Budget.done.clear()
     names = ("append", "replace", "load", "pin", "evict", "corrupt", "run_out_of_space", "reopen", "fork", "remove")
     outcomes: tuple[str, ...] = ("evicted", "uncached", "memory", "disk", "whole", "fork job", "forget job", "call")

@@ -23,7 +23,7 @@ from tests.worker.memory.agents import (
     tidy,
 )
 
-from stoker_worker.memory import lookup, transcripts
+from stoker_worker.memory import eviction, lookup, transcripts
 from stoker_worker.memory.admin.backup import back_up
 from stoker_worker.memory.admin.backup import restore as bring_back
 from stoker_worker.memory.admin.listing import Page, count_agents, list_agents
@@ -149,10 +149,10 @@ def test_a_session_has_some_conversations_and_the_one_used_longest_ago_makes_roo
     assert cached == [False] * 5 + [True] * MOST_CONVERSATIONS
 
 
-def test_its_blocks_are_no_unused_ones(tmp_path: Path) -> None:
+def test_its_blocks_are_no_unused_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(tmp_path)
     call(store, LONG[:700])
-    store.budget._keep_unused_s = 0
+    monkeypatch.setattr(eviction, "KEEP_UNUSED_S", 0.0)
     store.budget.make_room()
     assert call(store, LONG[:720]) == (700, None)
 

@@ -18,7 +18,7 @@ from tests.worker.memory.agents import (
 )
 
 from stoker_shared.agents import AgentRequest
-from stoker_worker.memory import eviction
+from stoker_worker.memory import eviction, lookup
 from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.memory.lookup import BlockLookup, FoundOnDisk, SharedPrefixes
 from stoker_worker.memory.store import AgentCacheStore
@@ -104,8 +104,11 @@ def test_a_damaged_shared_block_is_a_miss_and_is_written_again(tmp_path: Path) -
     assert cached(ask(store, question())) == 512
 
 
-def test_the_number_of_remembered_blocks_is_bounded_and_chains_are_forgotten_from_the_end() -> None:
-    prefixes = SharedPrefixes(most_blocks=5)
+def test_the_number_of_remembered_blocks_is_bounded_and_chains_are_forgotten_from_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lookup, "_MOST_BLOCKS", 5)
+    prefixes = SharedPrefixes()
     one, two = [f"one{n}" for n in range(4)], [f"two{n}" for n in range(3)]
     assert prefixes.note(one) == 0
     assert prefixes.note(one) == 4

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tests.worker.memory.agents import HYBRID, MODEL, Agent, FastDisk, ids, problems_of
 
+from stoker_worker.memory import eviction
 from stoker_worker.memory.files import Chunk
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import LoadedModel
@@ -69,10 +70,11 @@ HANGS_AT = {
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("hangs_at", HANGS_AT.values(), ids=HANGS_AT)
 def test_a_write_that_hangs_delays_no_other_agent(
-    tmp_path: Path, hangs_at: str, model: LoadedModel, memory_max_bytes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs_at: str, model: LoadedModel, memory_max_bytes: int
 ) -> None:
+    monkeypatch.setattr(eviction, "KEEP_UNUSED_S", 0.0)
     disk = HangingDisk()
-    store = AgentCacheStore(tmp_path, files=disk, memory_max_bytes=memory_max_bytes, keep_unused_s=0)
+    store = AgentCacheStore(tmp_path, files=disk, memory_max_bytes=memory_max_bytes)
     agents = {name: Agent(store, name, model) for name in ("slow", "beside", "idle")}
     for seed, agent in enumerate(agents.values()):
         agent.say((*SHARED[:200], *ids(200, seed=seed + 10)))

@@ -373,11 +373,7 @@ def _empty_version(parts: StoreParts, agent_id: str, asked: Asked) -> NextVersio
 
 def forget_unused(parts: StoreParts, agents: Sequence[str], *, is_held: Callable[[str], bool]) -> list[str]:
     """Remove these agents here; returns those that are removed. One that cannot be keeps no other from it, and is
-    logged.
-
-    Args:
-        is_held: `Holds.is_held`.
-    """
+    logged. `is_held`: `Holds.is_held`."""
     gone = []
     changes = parts.database.commit_each([
         partial(_remove, parts=parts, agent_id=agent_id, asked=BY_COMMAND, is_held=is_held) for agent_id in agents

@@ -27,7 +27,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from io import BytesIO, FileIO
+from io import FileIO
 from itertools import chain, groupby, takewhile
 from math import prod
 from pathlib import Path
@@ -409,7 +409,7 @@ def is_intact(file: FileIO) -> bool:
     return digest.hexdigest().encode() == stored
 
 
-def read_metadata(file: FileIO | BytesIO) -> dict[str, Any]:
+def read_metadata(file: FileIO) -> dict[str, Any]:
     """The metadata of an intact cache file, or of its beginning. Raises `ValueError` when it is not JSON of that
     shape."""
     file.seek(0)
@@ -421,16 +421,9 @@ def read_metadata(file: FileIO | BytesIO) -> dict[str, Any]:
 
 
 def read_place(path: Path) -> tuple[str, tuple[int, ...]] | None:
-    """As `place_in`; ``None`` also if the file is not there."""
-    with suppress(OSError), open(path, "rb", buffering=0) as file:
-        return place_in(file)
-    return None
-
-
-def place_in(file: FileIO | BytesIO) -> tuple[str, tuple[int, ...]] | None:
     """The block before a cache file, and the file's tokens, as its header has them: whoever uses the file verifies
-    both. ``None``: it has none."""
-    with suppress(ValueError, TypeError, KeyError, RecursionError):
+    both. ``None``: it has none, or is not there."""
+    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError), open(path, "rb", buffering=0) as file:
         about = read_metadata(file)
         ids = str(about["token_ids"])
         return str(about["parent"]), tuple(map(int, ids.split(","))) if ids else ()
@@ -573,11 +566,8 @@ class PieceFolder:
         return tuple(zip(counts, self.paths(agent.agent_id, agent.number)[1:], strict=False))
 
     def write(self, pieces: Pieces) -> int:
-        """Write the files; returns their allocated bytes.
-
-        Raises:
-            OSError: not all of them could be written; none is left.
-        """
+        """Write the files; returns their allocated bytes. Raises `OSError`: not all of them could be written; none is
+        left."""
         try:
             self._writer.put_all(pieces)
             return sum(map(allocated_bytes, pieces))
@@ -639,11 +629,8 @@ def packed_shapes(shape: tuple[int, int, int], bits: int) -> tuple[tuple[int, in
 
 
 def quantise(array: Array, bits: int) -> Quantised:
-    """
-    Args:
-        array: (heads, tokens, dim) in float32, float16, or uint16 that holds bfloat16. No working model has elements
-            beyond 1e35, infinite or NaN: their groups come back as anything.
-    """
+    """`array`: (heads, tokens, dim) in float32, float16, or uint16 that holds bfloat16. No working model has elements
+    beyond 1e35, infinite or NaN: their groups come back as anything."""
     heads, tokens, dim = array.shape
     group = group_size(dim)
     wide = _as_float32(array).reshape(heads, tokens, dim // group, group)

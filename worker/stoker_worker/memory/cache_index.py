@@ -189,11 +189,8 @@ def note_unused(connection: Connection, address: str, *, now: float) -> None:
 
 
 def remove_block(connection: Connection, address: str, *, now: float | None = None) -> None:
-    """Its files are gone. Agents that ended at it end at the block before it; that one becomes unused with it.
-
-    Args:
-        now: ``None``: the block before it has been unused as long as this one.
-    """
+    """Its files are gone. Agents that ended at it end at the block before it; that one becomes unused with it. `now`:
+    ``None``: the block before it has been unused as long as this one."""
     key = bytes.fromhex(address)
     row = connection.execute(f"SELECT parent, unused_since, {_BYTES} FROM blocks WHERE address = ?", (key,)).fetchone()
     if row is None:
@@ -210,11 +207,7 @@ def remove_block(connection: Connection, address: str, *, now: float | None = No
 
 def note_evicted(connection: Connection, row: AgentRow, *, released: bool = False, now: float) -> None:
     """The agent has lost its tail and snapshots of this version; if a newer one has been saved meanwhile, or its number
-    is another agent's now, nothing changes.
-
-    Args:
-        released: it uses its blocks no more, either.
-    """
+    is another agent's now, nothing changes. `released`: it uses its blocks no more, either."""
     found = connection.execute("SELECT agent_id, version FROM agents WHERE number = ?", (row.number,)).fetchone()
     if found is not None and tuple(found) == (row.agent_id, row.version):
         set_piece_bytes(connection, row.number, 0)

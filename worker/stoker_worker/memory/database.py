@@ -85,11 +85,7 @@ class Connection(Protocol):
 
 class Reading:
     """A connection that reads one state. Its cursors end with it: one with rows left would keep the connection, and so
-    its next reader, in that state.
-
-    Attributes:
-        connection: without this care.
-    """
+    its next reader, in that state. `connection`: without this care."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection

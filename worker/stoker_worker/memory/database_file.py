@@ -125,11 +125,7 @@ def has_database(folder: Path) -> bool:
 
 def create_database(folder: Path, files: Disk, connector: Callable[[Path], Connection] = connect) -> None:
     """Make an empty database, unless there is one: whole under its name, or not there. Processes that do so at the same
-    time wait for each other.
-
-    Raises:
-        OSError, Damaged: it could not be made.
-    """
+    time wait for each other. Raises `OSError`, `Damaged`: it could not be made."""
     with _locked(folder):
         if has_database(folder):
             return
@@ -218,11 +214,8 @@ def seal_tables(connection: Connection) -> None:
 
 def check_database(folder: Path) -> None:
     """Check that a store's database is whole and of this format, over a connection that cannot write: one that could
-    would move a damaged log into the database when it closes, as far as SQLite can read it, and delete it.
-
-    Raises:
-        StoreUnusable, Damaged, DatabaseFailed: as `open_database`.
-    """
+    would move a damaged log into the database when it closes, as far as SQLite can read it, and delete it. Raises
+    `StoreUnusable`, `Damaged`, `DatabaseFailed`: as `open_database`."""
     testified = Witness(folder).read()  # first: another process may commit meanwhile
     path = folder / NAME
     with translated(), closing(connect(path, "ro")) as found:

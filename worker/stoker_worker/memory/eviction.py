@@ -47,10 +47,10 @@ _Note = Callable[[Connection], None]
 DEFAULT_SHARE: Final = 0.8
 LOW_WATER: Final = 0.9
 KEEP_UNUSED_S: Final = 3600.0
+"""How long a block without a user stays while there is room: a conversation that was replaced may come back."""
 CHECKPOINT_SHARE: Final = 0.25
 """Of a store that is full, checkpoints take no more than this."""
 _AT_ONCE: Final = 64
-_LOOK_EVERY_S: Final = 1.0
 
 
 class Notes:
@@ -144,11 +144,7 @@ def _write(connection: Connection, notes: Iterable[_Note]) -> None:
 
 
 class Holds:
-    """The cache that work counts on.
-
-    Attributes:
-        lock: never held while a transaction is waited for.
-    """
+    """The cache that work counts on. `lock`: never held while a transaction is waited for."""
 
     def __init__(self, notes: Notes) -> None:
         self._notes = notes
@@ -161,11 +157,7 @@ class Holds:
 
     def pin(self, running: frozenset[str], waiting: frozenset[str], *, is_all: bool = True) -> None:
         """From now on these agents, and no others, have work: those that run lose nothing, those that wait lose theirs
-        last. Never blocks.
-
-        Args:
-            is_all: whether no other agent has work waiting.
-        """
+        last. Never blocks. `is_all`: whether no other agent has work waiting."""
         self._is_all = is_all
         self._running, self._waiting = running, waiting
 
@@ -266,12 +258,8 @@ def plan_checkpoints(
     held: AbstractSet[str],
     most: int,
 ) -> Plan:
-    """Checkpoints to free `need_bytes`, those first that cost most for what they save.
-
-    Args:
-        idle: the agent whose cache goes next; checkpoints that cost less are left, if they take no more than
-            `share_bytes`. ``None``: there is none.
-    """
+    """Checkpoints to free `need_bytes`, those first that cost most for what they save. `idle`: the agent whose cache
+    goes next; checkpoints that cost less are left, if they take no more than `share_bytes`. ``None``: there is none."""
     now, going, freed = time.time(), list[Block](), 0
     least_cost = cache_index.cost_of_agent(connection, idle, now=now) if idle is not None else 0.0
     over_bytes = cache_index.checkpoint_bytes(connection) - share_bytes
@@ -354,27 +342,22 @@ class DiskBudget:
         notes: Notes,
         *,
         max_bytes: int | None = None,
-        keep_unused_s: float = KEEP_UNUSED_S,
         on_evicted: Callable[[str], None] = lambda agent_id: None,
     ) -> None:
         """
         Args:
             max_bytes: ``None``: 80 % of the store's bytes and of the free bytes on its disk.
-            keep_unused_s: how long a block without a user stays while there is room: a conversation that was replaced
-                may come back.
             on_evicted: called with the id of an agent before it loses cache.
         """
         self._parts = parts
         self._database = parts.database
         self._notes = notes
-        self._keep_unused_s = keep_unused_s
         self._on_evicted = on_evicted
         self._settling = threading.Lock()
         self.holds = Holds(notes)
         self.place_of: PlaceOf = lambda agent_id: (0, 0)
         self._waiting: list[str] | None = None  # in one settling: the agents whose cache is left, the next to go last
         self._room_bytes = 0
-        self._look_at = 0.0
         self._warned = False
         self.max_bytes = self._default_bytes() if max_bytes is None else max_bytes
         self.make_room()
@@ -387,16 +370,13 @@ class DiskBudget:
 
     def saved(self, agent_id: str | None, n_bytes: int = 0) -> None:
         """The agent's new version is committed, and its blocks with it; ``None``: blocks of a job without an agent.
-
-        Args:
-            n_bytes: how much the store has grown at most. The rest is only checked when it may be over its limit.
-        """
+        `n_bytes`: how much the store has grown at most; the limit is only checked when that may be over it."""
         if agent_id is not None:
             self._notes.saved(agent_id)
         with self.holds.lock:
             self._room_bytes -= n_bytes
-            is_due = self._room_bytes < 0 or time.time() >= self._look_at
-        if is_due:
+            is_over = self._room_bytes < 0
+        if is_over:
             self.make_room()
 
     def not_saved(self, blocks: Iterable[Path]) -> None:
@@ -412,7 +392,7 @@ class DiskBudget:
 
     def make_room(self) -> None:
         """Evict if the store is over its limit, and remove blocks unused for long. Never raises."""
-        self._settle(unused_before=time.time() - self._keep_unused_s)
+        self._settle(unused_before=time.time() - KEEP_UNUSED_S)
 
     def free(self, n_bytes: int) -> None:
         """Evict that much, however much room the store has: the disk has none. Never raises."""
@@ -508,15 +488,12 @@ class DiskBudget:
             _log.warning("could not evict everything that should go: %s", error)
         except Exception:  # whatever a damaged row does, it does to no turn
             _log.exception("could not evict everything that should go")
-        self._look_again(total)
-
-    def _look_again(self, total: int) -> None:
-        """Schedule the next look: when there is no room left, or after a second."""
-        is_over = total > self.max_bytes
         with self.holds.lock:
             self._room_bytes = self.max_bytes - total
-            self._look_at = time.time() + min(_LOOK_EVERY_S, self._keep_unused_s)
-        if is_over and not self._warned:
+        self._warn_if_over(total)
+
+    def _warn_if_over(self, total: int) -> None:
+        if total > self.max_bytes and not self._warned:
             self._warned = True
             _log.warning(
                 "the store takes %.2f GB of %.2f GB, and nothing more can be evicted: the rest is transcripts, and "

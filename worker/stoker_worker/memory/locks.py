@@ -37,11 +37,8 @@ _WORKER_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class StoreLock:
-    """The right to be the store's only worker, until `close`; the kernel takes it back when the process dies.
-
-    Raises:
-        StoreUnusable: another process has it, and the message names that process.
-    """
+    """The right to be the store's only worker, until `close`; the kernel takes it back when the process dies. Raises
+    `StoreUnusable`: another process has it, and the message names that process."""
 
     def __init__(self, path: Path, *, wait: bool = False) -> None:
         """`wait`: wait for the other process to end, instead of refusing."""
@@ -74,11 +71,7 @@ class StoreLock:
 
 
 class InFlight:
-    """The agents that the owner of this object works on.
-
-    Raises:
-        OSError: the file cannot be opened.
-    """
+    """The agents that the owner of this object works on. Raises `OSError`: the file cannot be opened."""
 
     def __init__(self, folder: Path, *, wait_s: float = _WAIT_S) -> None:
         """`wait_s`: how long it waits for another process that works on an agent."""
@@ -97,11 +90,8 @@ class InFlight:
             self._take_and_release()
 
     def wait_for(self, agent_id: str) -> None:
-        """If the agent is pinned, wait until no other process works on it.
-
-        Raises:
-            AgentBusy: one still does after `wait_s`.
-        """
+        """If the agent is pinned, wait until no other process works on it. Raises `AgentBusy`: one still does after
+        `wait_s`."""
         until = time.monotonic() + self._wait_s
         while not self._has_if_wanted(agent_id):
             if time.monotonic() >= until:

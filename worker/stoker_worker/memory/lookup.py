@@ -294,8 +294,7 @@ _MOST_BLOCKS: Final = 2**15
 class SharedPrefixes:
     """Forgets the blocks seen longest ago first."""
 
-    def __init__(self, most_blocks: int = _MOST_BLOCKS) -> None:
-        self._most_blocks = most_blocks
+    def __init__(self) -> None:
         self._seen: OrderedDict[str, None] = OrderedDict()
 
     def note(self, addresses: Sequence[str]) -> int:
@@ -304,7 +303,7 @@ class SharedPrefixes:
         for address in reversed(addresses):  # a block is of use only after those before it, so the first goes last
             self._seen[address] = None
             self._seen.move_to_end(address)
-        while len(self._seen) > self._most_blocks:
+        while len(self._seen) > _MOST_BLOCKS:
             self._seen.popitem(last=False)
         return n_shared
 
@@ -356,10 +355,7 @@ class Lookup:
 
 
 class PrefixLookup:
-    """
-    Attributes:
-        misses: how often less was reused than an agent's history allowed, by reason.
-    """
+    """`misses`: how often less was reused than an agent's history allowed, by reason."""
 
     def __init__(
         self, parts: StoreParts, budget: DiskBudget, ram_cache: RamCache, notes: Notes, sessions: SessionCaches

@@ -78,10 +78,7 @@ def default_memory_bytes() -> int:
 
 class RamCache:
     """Drops the least recently used agents first, but none with work: a new entry that does not fit is refused.
-
-    Attributes:
-        max_bytes: 0 keeps nothing.
-    """
+    `max_bytes`: 0 keeps nothing."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -148,11 +145,8 @@ class RamCache:
 
     def expect(self, agent_id: str, order: Sequence[str]) -> bool:
         """The agent's newest version is going to be read ahead, one agent at a time. Whatever happens to its entry
-        before `arrive` makes that worthless: it may be an older version by then. ``False``: there is an entry.
-
-        Args:
-            order: the agents whose jobs are next, the next one first: those behind `agent_id` make room for it.
-        """
+        before `arrive` makes that worthless: it may be an older version by then. ``False``: there is an entry. `order`:
+        the agents whose jobs are next, the next one first: those behind `agent_id` make room for it."""
         with self._lock:
             if agent_id in self._entries:
                 return False

@@ -26,11 +26,7 @@ from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ModelCacheSpec
 
 @dataclass(frozen=True)
 class WholeCache:
-    """A cache all of whose files should be there.
-
-    Attributes:
-        spec: of the model that made it.
-    """
+    """A cache all of whose files should be there. `spec`: of the model that made it."""
 
     agent: AgentVersion
     cache: CachedPrefix
@@ -67,11 +63,8 @@ class WholeCache:
         before_each: Callable[[], None],
         make_room: Callable[[int], PrefixRoom | None] | None = None,
     ) -> RamCacheEntry | None:
-        """The cache, verified; ``None`` unless all files are whole.
-
-        Args:
-            n_readers, before_each, make_room: as in `BlockLookup`; `before_each` is called before each snapshot too.
-        """
+        """The cache, verified; ``None`` unless all files are whole. `n_readers`, `before_each`, `make_room`: as in
+        `BlockLookup`; `before_each` is called before each snapshot too."""
         agent, cache, spec = self.agent, self.cache, self.spec
         own = AgentBlocks.of(agent, parts.pieces)
         chain = BlockChain(cache.model, cache.salt, own.token_ids)

@@ -26,7 +26,7 @@ from stoker_worker.memory.agent_changes import Asked, close_number, forget_agent
 from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.memory.database import Connection, Damaged, DatabaseFailed, connect, read_note
 from stoker_worker.memory.database_file import refused_if_unusable, with_way_on
-from stoker_worker.memory.eviction import KEEP_UNUSED_S, DiskBudget, Notes
+from stoker_worker.memory.eviction import DiskBudget, Notes
 from stoker_worker.memory.files import Disk
 from stoker_worker.memory.locks import InFlight, StoreLock
 from stoker_worker.memory.lookup import Lookup, PrefixLookup, n_readers
@@ -83,7 +83,6 @@ class AgentCacheStore(CacheStorePort):
         files: Disk | None = None,
         max_bytes: int | None = None,
         memory_max_bytes: int = 0,
-        keep_unused_s: float = KEEP_UNUSED_S,
         keep_versions: int = KEEP_VERSIONS,
         agent_ttl_s: float | None = None,
         session_ttl_s: float | None = None,
@@ -92,10 +91,9 @@ class AgentCacheStore(CacheStorePort):
         wait: bool = False,
         connector: Callable[[Path], Connection] = connect,
     ) -> None:
-        """`max_bytes` and `keep_unused_s` as in `DiskBudget`, `memory_max_bytes` as in `RamCache`, `wait` as in
-        `StoreLock`, `agent_ttl_s` and `session_ttl_s` as in `Upkeep`; `keep_versions`: how many versions of an agent a
-        rollback can return to; `shared`: the store that several workers have in common, which is not asked yet;
-        `shared_max_bps` as in `CachesBehind`."""
+        """`max_bytes` as in `DiskBudget`, `memory_max_bytes` as in `RamCache`, `wait` as in `StoreLock`, `agent_ttl_s`
+        and `session_ttl_s` as in `Upkeep`, `shared_max_bps` as in `CachesBehind`; `keep_versions`: how many versions of
+        an agent a rollback can return to; `shared`: the store that several workers have in common, not asked yet."""
         with ExitStack() as opened, refused_if_unusable(folder):
             opened.enter_context(closing(StoreLock(folder, wait=wait)))
             self.parts = parts = open_parts(folder, files, create=True, connector=connector)
@@ -104,9 +102,7 @@ class AgentCacheStore(CacheStorePort):
             self._database, self._blocks = parts.database, parts.blocks
             self.ram_cache = RamCache(memory_max_bytes)
             self._notes = Notes(parts)
-            self.budget = DiskBudget(
-                parts, self._notes, max_bytes=max_bytes, keep_unused_s=keep_unused_s, on_evicted=self.ram_cache.drop
-            )
+            self.budget = DiskBudget(parts, self._notes, max_bytes=max_bytes, on_evicted=self.ram_cache.drop)
             self.in_flight = opened.enter_context(closing(InFlight(folder)))
             self.unsaved = UnsavedTurns(parts.path, parts.database, parts.files)
             self.unsaved.reserve()
@@ -350,11 +346,8 @@ class AgentCacheStore(CacheStorePort):
         self._read_ahead.next(agents)
 
     def use(self) -> StoreUse:
-        """The room that the store takes, for metrics and health checks. Any thread.
-
-        Raises:
-            OSError: the store cannot be read or written.
-        """
+        """The room that the store takes, for metrics and health checks. Any thread. Raises `OSError`: the store cannot
+        be read or written."""
         folder = self.parts.path
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(f"{folder} is not writable")
@@ -424,11 +417,7 @@ class AgentJobs(AgentJobsPort):
         self._keep_versions = keep_versions
 
     def answer(self, request: AgentRequest, delivery: Delivery) -> AgentResult | None:
-        """See `AgentJobsPort.answer`.
-
-        Raises:
-            AgentTranscriptUnreadable, OSError: that cannot be known.
-        """
+        """See `AgentJobsPort.answer`. Raises `AgentTranscriptUnreadable`, `OSError`: that cannot be known."""
         agent_id = request.changed_agent
         for one in {request.agent_id, agent_id}:
             try:

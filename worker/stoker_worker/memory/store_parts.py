@@ -53,11 +53,8 @@ class NextVersion:
 
 @dataclass(frozen=True)
 class Forgotten:
-    """An agent whose newest version is an empty one. Its numbers go on.
-
-    Attributes:
-        ended: the ends of its deliveries, by their keys.
-    """
+    """An agent whose newest version is an empty one. Its numbers go on. `ended`: the ends of its deliveries, by their
+    keys."""
 
     number: int = 0
     ended: Mapping[bytes, Ended] = field(default_factory=dict)
@@ -68,10 +65,7 @@ NEVER_MADE = Forgotten()
 
 class Replica:
     """The shared store behind a store's database, which is a copy of it; of this class itself: there is none.
-
-    Attributes:
-        is_shared: whether there is a shared store.
-    """
+    `is_shared`: whether there is a shared store."""
 
     is_shared = False
 
@@ -106,11 +100,7 @@ class Replica:
 
     def result_in(self, agent_id: str, version: int, key: bytes) -> str | None:
         """The answer to the delivery of this key, from the version in the shared store; ``None``: it is not there any
-        more.
-
-        Raises:
-            SharedStoreAway, Damaged: that cannot be known.
-        """
+        more. Raises `SharedStoreAway`, `Damaged`: that cannot be known."""
         return None
 
     def expire(self, agent_id: str, unused_s: float) -> bool:
@@ -121,11 +111,7 @@ class Replica:
 
 @dataclass
 class StoreParts:
-    """An open store.
-
-    Attributes:
-        replica: the shared store that it is a copy of, if there is one.
-    """
+    """An open store. `replica`: the shared store that it is a copy of, if there is one."""
 
     path: Path
     files: Disk
@@ -215,11 +201,8 @@ def make_folders(path: Path, writer: CacheWriter) -> None:
 
 @contextmanager
 def opened(path: Path) -> Iterator[StoreParts]:
-    """A store that exists, for one command; a worker may have it open too.
-
-    Raises:
-        StoreUnusable: as `open_parts`, or the command came to a damaged page.
-    """
+    """A store that exists, for one command; a worker may have it open too. Raises `StoreUnusable`: as `open_parts`, or
+    the command came to a damaged page."""
     with closing(open_parts(path)) as parts, refused_if_damaged(path):
         with refused_if_unusable(path):
             UnsavedTurns(path, parts.database, parts.files).move_all()

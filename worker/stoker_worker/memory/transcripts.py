@@ -120,11 +120,8 @@ class TurnRecord:
 
     @classmethod
     def of_row(cls, agent_id: str, version: int, row: Sequence[Any]) -> Self:
-        """The record in the row at the place of version `version` of `agent_id`.
-
-        Raises:
-            Damaged: it is not as it was written, or another agent's or version's.
-        """
+        """The record in the row at the place of version `version` of `agent_id`. Raises `Damaged`: it is not as it was
+        written, or another agent's or version's."""
         *content, written = row
         try:
             is_whole = row_checksum((agent_id, *content)) == written and content[0] == version
@@ -161,11 +158,8 @@ def delta(base: Transcript | None, new: Transcript, parent: bytes | None = None)
 
 
 def replay(records: Iterable[TurnRecord]) -> Transcript:
-    """The transcript after `records`: at least one, oldest first; the first keeps nothing.
-
-    Raises:
-        Damaged: a record keeps more than its parent has.
-    """
+    """The transcript after `records`: at least one, oldest first; the first keeps nothing. Raises `Damaged`: a record
+    keeps more than its parent has."""
     tokens: list[int] = []
     messages: list[Message] = []
     text = ""
@@ -369,11 +363,8 @@ def read_agent(connection: Connection, agent_id: str) -> AgentState:
 
 
 def find_agent(connection: Connection, agent_id: str) -> AgentRow | None:
-    """The agent's row; `AgentRow.problem` if its content is damaged.
-
-    Raises:
-        Damaged: only one of the two indexes knows the agent.
-    """
+    """The agent's row; `AgentRow.problem` if its content is damaged. Raises `Damaged`: only one of the two indexes
+    knows the agent."""
     found = {row[0]: row[1:] for row in connection.execute(_FIND, (agent_id, key_of(agent_id))).fetchall()}
     if not found:
         return None
@@ -623,11 +614,8 @@ _ANSWER: Final = (
 
 
 def read_answer(connection: Connection, agent: int, key: bytes) -> Mapping[str, Any] | AnswerIn | None:
-    """The result (as JSON) that the delivery was given, or where it is.
-
-    Raises:
-        Damaged: it was given one, which is damaged or gone.
-    """
+    """The result (as JSON) that the delivery was given, or where it is. Raises `Damaged`: it was given one, which is
+    damaged or gone."""
     rows = connection.execute(_ANSWER, (agent, key)).fetchall()
     if (row := next((row for row in rows if row[0] == 1), None)) is not None:
         _, result, written = row

@@ -47,11 +47,8 @@ from stoker_worker.ports.memory import common_length
 
 
 def cached_chain(turn: Turn) -> BlockChain | None:
-    """The part of the transcript that is cached after `turn`; ``None``: nothing is, not even an empty part.
-
-    Raises:
-        ValueError: the turn's cache is not the cache of its transcript.
-    """
+    """The part of the transcript that is cached after `turn`; ``None``: nothing is, not even an empty part. Raises
+    `ValueError`: the turn's cache is not the cache of its transcript."""
     token_ids, cache, model = turn.transcript.token_ids, turn.cache, turn.model
     if not model.has_memory:
         return None

@@ -31,17 +31,10 @@ _RESERVED: Final = 128 * _NOTE_BYTES
 
 
 class UnsavedTurns:
-    """The notes of one store.
-
-    Raises:
-        OSError: they cannot be read.
-    """
+    """The notes of one store. Raises `OSError`: they cannot be read."""
 
     def __init__(self, store: Path, database: Database, files: Disk) -> None:
-        """
-        Args:
-            store: the store's folder.
-        """
+        """`store`: the store's folder."""
         self._store = store
         self._path = store / NAME
         self._database = database
@@ -64,11 +57,8 @@ class UnsavedTurns:
                 self._files.flush(self._store)
 
     def add(self, agent_id: str) -> None:
-        """Note that the agent's last turn is lost. Only in the course of its own job.
-
-        Raises:
-            OSError: it could not be made durable, and is not noted.
-        """
+        """Note that the agent's last turn is lost. Only in the course of its own job. Raises `OSError`: it could not be
+        made durable, and is not noted."""
         with self._lock:
             if agent_id not in self._places:
                 place = next(place for place in count() if place not in self._places.values())

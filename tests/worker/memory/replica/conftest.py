@@ -7,12 +7,14 @@ import pytest
 from tests.worker.memory.replica.sharing import Machine, Share, SharedBucket, SharedFolder
 
 from stoker_worker import events
+from stoker_worker.memory.replica import bucket
 
 
 @pytest.fixture(autouse=True)
 def short_outages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first answer after an outage is believed sooner."""
+    """The first answer after an outage is believed sooner; a slow machine has more time."""
     monkeypatch.setattr(events, "_QUIET_S", 0.1)
+    monkeypatch.setattr(bucket, "COMMIT_LIMIT_S", 5.0)
 
 
 @pytest.fixture

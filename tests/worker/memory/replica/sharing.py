@@ -132,7 +132,7 @@ class Machine:
     def __init__(self, folder: Path, share: Share, *, memory_max_bytes: int = 0, max_bps: int | None = None) -> None:
         self.folder = folder
         self._jobs = count(1000 * next(_machines))
-        self.bucket = Bucket(share.url, commit_limit_s=5.0)
+        self.bucket = Bucket(share.url)
         self.store = AgentCacheStore(
             folder, files=FastDisk(), memory_max_bytes=memory_max_bytes, shared=self.bucket, shared_max_bps=max_bps
         )

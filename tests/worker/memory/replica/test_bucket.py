@@ -79,7 +79,8 @@ def test_a_folder_that_is_not_there_is_named_at_the_first_use(call: Callable[[Bu
 
 @BOTH
 def test_a_share_that_hangs_is_not_waited_for(share: Share, monkeypatch: pytest.MonkeyPatch) -> None:
-    bucket, end = Bucket(share.url, commit_limit_s=0.02), threading.Event()
+    monkeypatch.setattr(bucket_module, "COMMIT_LIMIT_S", 0.02)
+    bucket, end = Bucket(share.url), threading.Event()
     monkeypatch.setattr(bucket, "_api", type("Hanging", (), {"put": lambda *_, **__: end.wait()}))
     began = time.monotonic()
     for _ in range(50):
@@ -94,7 +95,8 @@ def test_a_share_that_hangs_is_not_waited_for(share: Share, monkeypatch: pytest.
 def test_a_share_that_hangs_holds_up_no_forget_and_no_upkeep(
     share: Share, monkeypatch: pytest.MonkeyPatch, call: Callable[[Bucket], object]
 ) -> None:
-    bucket, end = Bucket(share.url, commit_limit_s=0.02), threading.Event()
+    monkeypatch.setattr(bucket_module, "COMMIT_LIMIT_S", 0.02)
+    bucket, end = Bucket(share.url), threading.Event()
     hanging = {"put": lambda *_, **__: end.wait(), "delete": lambda *_: end.wait()}
     monkeypatch.setattr(bucket, "_api", type("Hanging", (), hanging))
     began = time.monotonic()
@@ -172,7 +174,8 @@ def test_another_shared_store_in_the_place_of_the_one_before_is_not_written_to(
 
 @BOTH
 def test_a_large_version_has_more_time(share: Share, monkeypatch: pytest.MonkeyPatch) -> None:
-    bucket = Bucket(share.url, commit_limit_s=0.05)
+    monkeypatch.setattr(bucket_module, "COMMIT_LIMIT_S", 0.05)
+    bucket = Bucket(share.url)
     api = bucket._api
 
     class Slow:

@@ -82,11 +82,7 @@ def back_up(store: StoreParts, file: Path) -> Backup:
 
 def copy_database(source: Connection, target: Path) -> None:
     """Copy all pages to an empty file. `source` is in a transaction that has read: so no writer makes the copy begin
-    again.
-
-    Raises:
-        sqlite3.Error: it could not be copied.
-    """
+    again. Raises `sqlite3.Error`: it could not be copied."""
     assert isinstance(source, sqlite3.Connection)
     with closing(sqlite3.connect(target, isolation_level=None)) as copy:
         copy.execute("PRAGMA journal_mode=OFF")  # it is synced when it is whole

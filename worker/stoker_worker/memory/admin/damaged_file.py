@@ -27,11 +27,8 @@ Row = tuple[int | None, tuple[Any, ...]]
 
 
 class DamagedFile:
-    """A database and its log.
-
-    Attributes:
-        bad_frames: frames of the log, before its last commit, that are not as they were written.
-    """
+    """A database and its log. `bad_frames`: frames of the log, before its last commit, that are not as they were
+    written."""
 
     def __init__(self, path: Path, *, whole_log: bool) -> None:
         """

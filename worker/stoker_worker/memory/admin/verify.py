@@ -39,11 +39,7 @@ _LOST: Final = {
 
 
 def verify_store(parts: StoreParts) -> Iterator[str]:
-    """One line for everything that is not as it was written.
-
-    Raises:
-        OSError: the store cannot be read now.
-    """
+    """One line for everything that is not as it was written. Raises `OSError`: the store cannot be read now."""
     snapshot = parts.database.snapshot
     blocks, pieces = _files(parts, parts.blocks.path, _check_block), _files(parts, parts.pieces.path, _check_piece)
     for look in (_tables(parts), damaged_agents(snapshot), damaged_answers(snapshot), blocks, pieces):

@@ -73,16 +73,11 @@ class Bucket:
         landmark: name of an object that is always there once it is set: where a share is not mounted, it is missing.
     """
 
-    def __init__(self, url: str, *, commit_limit_s: float = COMMIT_LIMIT_S) -> None:
-        """Asks nobody.
-
-        Raises:
-            StoreUnusable: the URL is none of these, or obstore is missing.
-        """
+    def __init__(self, url: str) -> None:
+        """Asks nobody. Raises `StoreUnusable`: the URL is none of these, or obstore is missing."""
         self.url = url
         self.outage = Outage("the shared store")
         self.landmark: str | None = None
-        self._commit_limit_s = commit_limit_s
         self._hanging = 0
         self._durable: set[Path] = set()  # folders whose names are durable
         self._lock = threading.Lock()
@@ -135,14 +130,13 @@ class Bucket:
 
         self._timed(put, self._limit_for(content))
 
-    def get(self, name: str, limit_s: float | None = None, *, first: int | None = None) -> bytes | None:
-        """All of its bytes, or the `first` ones; ``None``: there is no such object. If this one alone is refused, as
-        one in an archive is, its content counts as damaged: nothing. Raises `BucketAway`."""
+    def get(self, name: str, limit_s: float | None = None) -> bytes | None:
+        """Its bytes; ``None``: there is no such object. If this one alone is refused, as one in an archive is, its
+        content counts as damaged: nothing. Raises `BucketAway`."""
 
         def read() -> bytes | None:
             try:
-                found = self._api.get(self._store, name)
-                return bytes(found.bytes() if first is None else next(iter(found.stream(first)), b"")[:first])
+                return bytes(self._api.get(self._store, name).bytes())
             except FileNotFoundError:
                 self._check_mounted()
                 return None
@@ -153,7 +147,7 @@ class Bucket:
                 _log.warning("the shared store %s: %s is refused: %s", self.url, name, _first_line(refusal))
                 return b""
 
-        return self._timed(read, limit_s or self._commit_limit_s)
+        return self._timed(read, limit_s or COMMIT_LIMIT_S)
 
     def has(self, name: str) -> bool:
         """Raises `BucketAway`."""
@@ -168,7 +162,7 @@ class Bucket:
             except FileNotFoundError:
                 return None
 
-        return self._timed(look, self._commit_limit_s)
+        return self._timed(look, COMMIT_LIMIT_S)
 
     def listed(self, folder: str, limit_s: float | None = None, *, after: str | None = None) -> list[Stored]:
         """The objects below a folder, by name. `after`: only those whose names follow this one. Raises `BucketAway`."""
@@ -180,7 +174,7 @@ class Bucket:
                 self._check_mounted()
             return sorted(stored, key=lambda x: x.name)
 
-        return self._timed(look, limit_s or self._commit_limit_s)
+        return self._timed(look, limit_s or COMMIT_LIMIT_S)
 
     def remove(self, names: Iterable[str]) -> None:
         """Those that are there. Raises `BucketAway`."""
@@ -192,7 +186,7 @@ class Bucket:
                     self._api.delete(self._store, name)
 
         if names:
-            self._timed(remove, self._commit_limit_s + _REMOVAL_S * len(names))
+            self._timed(remove, COMMIT_LIMIT_S + _REMOVAL_S * len(names))
 
     def time(self) -> float:
         """Unix time by the clock that dates the objects. Raises `BucketAway`."""
@@ -219,7 +213,7 @@ class Bucket:
         self._durable.update(made)
 
     def _limit_for(self, content: bytes) -> float:
-        return self._commit_limit_s + len(content) / _SLOWEST_BPS
+        return COMMIT_LIMIT_S + len(content) / _SLOWEST_BPS
 
     def _timed(self, call: Callable[[], T], limit_s: float) -> T:
         done: Future[T] = Future()

@@ -41,10 +41,7 @@ _TRIES: Final = 3
 
 
 class SharedReplica(Replica):
-    """
-    Attributes:
-        versions: in the shared store.
-    """
+    """`versions`: in the shared store."""
 
     is_shared = True
 
@@ -324,11 +321,7 @@ def adopt(
 
 def _note_deliveries(connection: Connection, agent: int, version: SharedVersion, *, may_run: bool) -> None:
     """The times in a version are by its maker's clock, which may be years off: what is left of them counts from when it
-    was saved.
-
-    Args:
-        may_run: the job that made it may not have ended.
-    """
+    was saved. `may_run`: the job that made it may not have ended."""
     now, made, record = time.time(), version.next, version.record
     if record is None:
         return
