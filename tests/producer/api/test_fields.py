@@ -39,46 +39,41 @@ NEEDS: dict[str, dict[str, Any]] = {
 SYSTEM = [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]
 
 # field: values that are served, each with its outcome; values that are refused
-COMMON: Cases = {
+COPIED: dict[str, Any] = {
+    "temperature": 0.5, "top_p": 0.5, "stop": ["x"], "n": 2, "frequency_penalty": 0.5, "presence_penalty": -1,
+    "logit_bias": {"50256": -100}, "min_p": 0.1, "repetition_penalty": 1.1, "context": "full", "cache": "off",
+    "cache_salt": "s", "expect_version": 3, "must_exist": False, "min_tokens": 3, "stop_token_ids": [2],
+    "ignore_eos": True, "guide": {"regex": "a+"}, "max_reasoning_tokens": 5, "prompt_logprobs": 0,
+    "prompt_logprobs_start": 4, "task": "replies",
+}  # fmt: skip
+COPIED_OF_CHAT: dict[str, Any] = {"logprobs": True, "top_logprobs": 2, "tools": [TOOL], "parallel_tool_calls": False}
+IGNORED: dict[str, Any] = {
+    "verbosity": "low", "prediction": {"type": "content", "content": "x"}, "prompt_cache_options": {},
+    "prompt_cache_retention": "24h", "safety_identifier": "s", "service_tier": "flex",
+}  # fmt: skip
+
+
+def copied(fields: dict[str, Any]) -> Cases:
+    return {name: ([(value, {name: value})], []) for name, value in fields.items()}
+
+
+COMMON: Cases = copied(COPIED) | {
     "model": ([("m", {"model": "m"})], [3]),
-    "temperature": ([(0.5, {"temperature": 0.5}), (1, {"temperature": 1})], []),
-    "top_p": ([(0.5, {"top_p": 0.5})], []),
     "seed": ([(3, {"seed": 3}), (-1, {})], []),
-    "stop": ([("x", {"stop": "x"}), (["x", "y"], {"stop": ["x", "y"]})], []),
     "max_tokens": ([(7, {"max_tokens": 7}), (-1, {})], []),
     "user": ([("u", {"session": "u"}), ("", {}), ("x" * 500, {"session": sha256(b"x" * 500).hexdigest()})], [3]),
-    "n": ([(1, {"n": 1}), (2, {"n": 2})], []),
-    "frequency_penalty": ([(0, {"frequency_penalty": 0}), (0.5, {"frequency_penalty": 0.5})], []),
-    "presence_penalty": ([(-1, {"presence_penalty": -1})], []),
-    "logit_bias": ([({}, {"logit_bias": {}}), ({"50256": -100}, {"logit_bias": {"50256": -100}})], []),
     "stream": ([(False, {})], [True, 0]),
     "stream_options": ([], [{"include_usage": True}]),
     "top_k": ([(4, {"top_k": 4}), (-1, {}), (0, {})], []),
-    "min_p": ([(0.1, {"min_p": 0.1})], []),
-    "repetition_penalty": ([(1.1, {"repetition_penalty": 1.1})], []),
-    "context": ([("full", {"context": "full"})], []),
-    "cache": ([("off", {"cache": "off"})], []),
-    "cache_salt": ([("s", {"cache_salt": "s"})], []),
-    "expect_version": ([(3, {"expect_version": 3})], []),
-    "must_exist": ([(False, {"must_exist": False})], []),
-    "min_tokens": ([(3, {"min_tokens": 3})], []),
-    "stop_token_ids": ([([2], {"stop_token_ids": [2]})], []),
-    "ignore_eos": ([(True, {"ignore_eos": True})], []),
-    "guide": ([({"regex": "a+"}, {"guide": {"regex": "a+"}})], []),
-    "max_reasoning_tokens": ([(5, {"max_reasoning_tokens": 5})], []),
-    "prompt_logprobs": ([(0, {"prompt_logprobs": 0})], []),
-    "task": ([("replies", {"task": "replies"})], []),
-    "prompt_logprobs_start": ([(4, {"prompt_logprobs_start": 4})], []),
     "metadata": ([({"agent_id": "a", "k": "v"}, {"agent_id": "a"}), ({"k": "v"}, {})], ["a", {"k": 1}]),
 }
 CASES: dict[str, Cases] = {
     CHAT_URL: COMMON
+    | copied(COPIED_OF_CHAT)
+    | {name: ([(value, {})], []) for name, value in IGNORED.items()}
     | {
         "messages": ([(SYSTEM, {"messages": SYSTEM})], []),
         "max_completion_tokens": ([(7, {"max_tokens": 7})], []),
-        "logprobs": ([(True, {"logprobs": True}), (False, {"logprobs": False})], []),
-        "top_logprobs": ([(2, {"top_logprobs": 2})], []),
-        "tools": ([([TOOL], {"tools": [TOOL]}), ([], {"tools": []})], []),
         "tool_choice": (
             [
                 ("auto", {"tool_choice": "auto"}),
@@ -88,22 +83,15 @@ CASES: dict[str, Cases] = {
             ],
             [],
         ),
-        "parallel_tool_calls": ([(False, {"parallel_tool_calls": False})], []),
         "response_format": ([({"type": "text"}, {}), (SCHEMA, {"response_format": SCHEMA})], []),
         "modalities": ([(["text"], {})], [["text", "audio"]]),
         "audio": ([], [AUDIO]),
         "functions": ([([], {})], [[{"name": "f"}]]),
         "function_call": ([], ["auto", {"name": "f"}]),
         "reasoning_effort": ([("low", {"chat_template_kwargs": {"reasoning_effort": "low"}}), ("none", {})], [3]),
-        "verbosity": ([("medium", {}), ("low", {})], []),
         "web_search_options": ([], [{}]),
         "moderation": ([], [{"model": "m"}]),
-        "prediction": ([({"type": "content", "content": "x"}, {})], []),
         "prompt_cache_key": ([("k", {"session": "k"})], [3]),
-        "prompt_cache_options": ([({}, {})], []),
-        "prompt_cache_retention": ([("24h", {})], []),
-        "safety_identifier": ([("s", {})], []),
-        "service_tier": ([("flex", {})], []),
         "store": ([(False, {})], [True]),
         "chat_template_kwargs": ([({"k": 1}, {"chat_template_kwargs": {"k": 1}})], []),
     },

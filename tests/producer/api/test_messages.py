@@ -33,10 +33,21 @@ OURS = {"type": "function", "function": {"name": "weather", "description": "d", 
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "serve.md"
 
+COPIED: dict[str, Any] = {
+    "max_tokens": 7, "temperature": 0.5, "top_p": 0.5, "context": "full", "cache": "off", "cache_salt": "s",
+    "expect_version": 3, "must_exist": False, "task": "replies", "seed": 3, "min_p": 0.1, "repetition_penalty": 1.1,
+}  # fmt: skip
+IGNORED: dict[str, Any] = {
+    "cache_control": {"type": "ephemeral"}, "service_tier": "auto", "inference_geo": "us", "speed": "fast",
+    "betas": ["b"], "diagnostics": {}, "user_profile_id": "u", "workspace_id": "w", "billing_policy": {},
+    "fallback_credit_token": "t", "fallbacks": [],
+}  # fmt: skip
+
 # field: values that are served, each with its outcome; values that are refused
 CASES: dict[str, tuple[list[tuple[Any, dict[str, Any]]], list[Any]]] = {
+    **{name: ([(value, {name: value})], []) for name, value in COPIED.items()},
+    **{name: ([(value, {})], []) for name, value in IGNORED.items()},
     "model": ([("m", {"model": "m"})], [3]),
-    "max_tokens": ([(7, {"max_tokens": 7})], []),
     "metadata": (
         [
             ({"user_id": "u"}, {"session": "u"}),
@@ -120,33 +131,11 @@ CASES: dict[str, tuple[list[tuple[Any, dict[str, Any]]], list[Any]]] = {
         [],
     ),
     "stop_sequences": ([(["x", "y"], {"stop": ["x", "y"]}), ([], {"stop": []})], []),
-    "temperature": ([(0.5, {"temperature": 0.5})], []),
-    "top_p": ([(0.5, {"top_p": 0.5})], []),
     "top_k": ([(4, {"top_k": 4}), (-1, {}), (0, {})], []),
-    "cache_control": ([({"type": "ephemeral"}, {})], []),
-    "service_tier": ([("auto", {})], []),
-    "inference_geo": ([("us", {})], []),
-    "speed": ([("fast", {})], []),
-    "betas": ([(["b"], {})], []),
-    "diagnostics": ([({}, {})], []),
-    "user_profile_id": ([("u", {})], []),
-    "workspace_id": ([("w", {})], []),
-    "billing_policy": ([({}, {})], []),
-    "fallback_credit_token": ([("t", {})], []),
-    "fallbacks": ([([], {})], []),
     "container": ([], ["c"]),
     "mcp_servers": ([([], {})], [[{"name": "n"}]]),
     "compaction": ([], [{}]),
     "thread": ([], [{"type": "create"}]),
-    "context": ([("full", {"context": "full"})], []),
-    "cache": ([("off", {"cache": "off"})], []),
-    "cache_salt": ([("s", {"cache_salt": "s"})], []),
-    "expect_version": ([(3, {"expect_version": 3})], []),
-    "must_exist": ([(False, {"must_exist": False})], []),
-    "task": ([("replies", {"task": "replies"})], []),
-    "seed": ([(3, {"seed": 3})], []),
-    "min_p": ([(0.1, {"min_p": 0.1})], []),
-    "repetition_penalty": ([(1.1, {"repetition_penalty": 1.1})], []),
 }
 NEEDS: dict[str, dict[str, Any]] = {
     "tool_choice": {"tools": [OURS]},

@@ -161,16 +161,6 @@ def test_thinking_and_text_are_streamed_as_they_come_and_calls_at_the_end(client
     assert [(call.index, call.function.arguments) for call in calls] == [(n, '{"city": "Rome"}') for n in (0, 1)]
 
 
-def test_an_answer_of_which_no_text_was_seen_is_streamed_in_its_parts(client):
-    fields = {"text": "raw", "answer": "It is", "reasoning": "hm", "tool_calls": [CALL]}
-    chunks = list(ask(client, give(**fields, finish_reason="tool_calls"), stream=True, tools=[TOOL]))
-    deltas = [chunk.choices[0].delta for chunk in chunks]
-    assert [d.reasoning_content for d in deltas if getattr(d, "reasoning_content", None)] == ["hm"]
-    assert "".join(d.content or "" for d in deltas) == "It is"
-    assert [call.index for d in deltas for call in d.tool_calls or ()] == [0]
-    assert chunks[-1].choices[0].finish_reason == "tool_calls"
-
-
 def test_a_line_separator_in_a_text_ends_no_line_of_the_stream(served):
     body = {"model": "m", "messages": [{"role": "user", "content": give(text="a\u2028b\x85c")}], "stream": True}
     with httpx.stream("POST", f"{served.url}/v1/chat/completions", json=body) as answer:
@@ -227,6 +217,8 @@ def test_what_is_no_call_at_all_is_refused_in_the_same_form(served, client):
         answer = httpx.post(url, content=content, headers={"content-type": kind})
         assert (answer.status_code, set(answer.json()["error"])) == (status, {"message", "type", "param", "code"})
     assert httpx.get(url).status_code == 405
+    messages = httpx.post(f"{served.url}/v1/messages", content="{", headers={"content-type": "application/json"})
+    assert (messages.status_code, set(messages.json())) == (400, {"type", "error", "request_id"})
 
 
 @pytest.mark.parametrize(

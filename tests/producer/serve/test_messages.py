@@ -128,35 +128,14 @@ def test_the_id_of_an_error_is_that_of_its_header_also_if_the_client_chose_anoth
         ("fail ModelMismatch: m", {}, anthropic.NotFoundError, "not_found_error"),
         ("fail AgentVersionConflict: 4", {}, anthropic.ConflictError, "invalid_request_error"),
         ("fail EngineFailed: broke", {}, anthropic.InternalServerError, "api_error"),
-        (
-            "fail ContextLimitExceeded: prompt of 9 tokens + max_tokens 1 = 10; the model's context is 8",
-            {},
-            anthropic.BadRequestError,
-            "prompt is too long: 9 tokens > 8 maximum",
-        ),
     ],
 )
 def test_an_error_is_anthropics_exception(claude, stream, text, fields, error, kind):
     with pytest.raises(error) as caught:
         list(ask(claude, text, stream=stream, **fields))
     written = caught.value.body
-    assert kind in (written["error"]["type"], written["error"]["message"])
+    assert written["error"]["type"] == kind
     assert (written["type"], written["request_id"]) == ("error", caught.value.request_id)
-
-
-def test_what_is_no_call_at_all_is_refused_in_the_same_form(served):
-    url = f"{served.url}/v1/messages?beta=true"
-    for content, kind, status in (
-        ("[]", "application/json", 400),
-        ("{", "application/json", 400),
-        ('{"\\ud800": 1}', "application/json", 400),
-        ('{"messages": %s}' % ("[" * 900 + "]" * 900), "application/json", 413),
-        ("{}", "text/plain", 415),
-    ):
-        answer = httpx.post(url, content=content, headers={"content-type": kind})
-        assert (answer.status_code, answer.json()["type"]) == (status, "error")
-        assert set(answer.json()["error"]) == {"type", "message"}
-    assert httpx.get(url).json()["type"] == "error"
 
 
 def test_a_prompt_is_counted_without_an_answer(claude, hand):

@@ -186,20 +186,6 @@ def test_the_events_of_an_answer_come_in_openais_order_and_the_last_one_has_all(
     Response.model_validate(whole.model_dump(), strict=True)
 
 
-def test_text_is_sent_as_it_is_generated(client, hand):
-    with client.responses.stream(model="m", input="wait") as stream:
-        job = hand.wait_for_one()
-        hand.say(job, "1", "whole", "Hm.|A", THINKING)
-        hand.say(job, "1", "more", "B")
-        seen = []
-        for event in stream:
-            if event.type.endswith("text.delta"):
-                seen.append(event.delta)
-            if seen == ["Hm.", "A", "B"]:
-                hand.finish(job, text="Hm.|AB", value=None)
-        assert seen[:3] == ["Hm.", "A", "B"]
-
-
 @pytest.mark.parametrize(("said", "kinds"), [("say ", []), (give(text="x", reasoning="hm", answer=""), ["reasoning"])])
 def test_an_answer_without_text_has_an_empty_message(client, said, kinds):
     found = events(client, said)
