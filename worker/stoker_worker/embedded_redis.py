@@ -21,7 +21,6 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 from redis import Redis
@@ -142,19 +141,13 @@ class EmbeddedServer:
         self.start()
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     @property
     def url(self) -> str:
-        """
-        Raises:
-            RedisUnavailable: it has not been started.
-        """
-        if self._state is None:
-            raise RedisUnavailable("the embedded Redis server is not running")
+        """Of a server that was started."""
+        assert self._state is not None
         return self._state.url
 
     def start(self) -> str:

@@ -229,27 +229,15 @@ class WorkerSettings(BaseSettings):
         return value
 
     @model_validator(mode="after")
-    def _lease_outlives_heartbeats(self) -> Self:
+    def _fit_together(self) -> Self:
         if self.lease_ttl_s < 2 * self.heartbeat_s:
             raise ValueError("lease_ttl_s must be at least twice heartbeat_s, or a live worker loses its queue")
         if self.lease_ttl_s < 4 * self.poll_s:
             raise ValueError("lease_ttl_s must be at least four times poll_s, or no dead worker is noticed")
-        return self
-
-    @model_validator(mode="after")
-    def _quantised_once(self) -> Self:
         if self.kv_bits is not None and self.store_dtype != "native":
             raise ValueError("kv_bits keeps caches in 8 bits on disk too: leave store_dtype at native")
-        return self
-
-    @model_validator(mode="after")
-    def _bandwidth_of_a_shared_store(self) -> Self:
         if self.shared_store_max_bps is not None and self.shared_store is None:
             raise ValueError("shared_store_max_bps limits what is written to a shared store: it needs shared_store")
-        return self
-
-    @model_validator(mode="after")
-    def _quiet_or_verbose(self) -> Self:
         if self.quiet and self.verbose:
             raise ValueError("quiet and verbose exclude each other")
         return self

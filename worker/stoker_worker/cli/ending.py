@@ -5,7 +5,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any
+from typing import IO, Any, Final
 
 import click
 
@@ -13,7 +13,7 @@ from stoker_shared.errors import StokerError
 from stoker_shared.text import printable
 from stoker_worker.cli.log_lines import is_journal, prefixed
 
-_MISSING = "the worker's packages are missing ({}); install them with: pip install 'stoker[worker]'"
+MISSING: Final = "the worker's packages are missing ({}); install them with: pip install 'stoker[worker]'"
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def errors_in_one_line() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise _ErrorLine(_MISSING.format(error.name)) from error
+        raise _ErrorLine(MISSING.format(error.name)) from error
     except StokerError as error:
         raise _ErrorLine(f"{type(error).__name__}: {error}") from error
 

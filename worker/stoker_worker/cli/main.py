@@ -122,7 +122,11 @@ def _embedded_redis(settings: "WorkerSettings", cleanup: ExitStack) -> str:
 
     server = EmbeddedServer(settings.store_folder / "redis", first_port=6379)
     url = cleanup.enter_context(server).url
-    _publish(url, server.lock)
+    log.info("own Redis server at %s; `stoker` finds it by %s", mask_url(url), SHOWN)
+    try:
+        publish(url, server.lock)
+    except (OSError, RuntimeError) as error:  # a user without a home folder, or one that cannot be written
+        log.warning("cannot write %s, so `stoker` needs --redis: %s", SHOWN, error)
     return url
 
 
@@ -183,14 +187,6 @@ def _own_store(settings: "WorkerSettings", agents: "AgentCacheStore") -> "OwnSto
     with agents.parts.database.snapshot() as connection:
         name = store_name(settings.store_folder)
         return OwnStore(name, agents.shared_id(), has_agents(connection), agents.is_at_hand)
-
-
-def _publish(redis_url: str, lock: Path) -> None:
-    log.info("own Redis server at %s; `stoker` finds it by %s", mask_url(redis_url), SHOWN)
-    try:
-        publish(redis_url, lock)
-    except (OSError, RuntimeError) as error:  # a user without a home folder, or one that cannot be written
-        log.warning("cannot write %s, so `stoker` needs --redis: %s", SHOWN, error)
 
 
 def _serve_metrics(settings: "WorkerSettings", watch: "Watch", cleanup: ExitStack) -> None:

@@ -22,11 +22,11 @@ from stoker_shared.environment import require_known_variables
 from stoker_shared.errors import AgentNotFound, SharedStoreAway, StokerError
 from stoker_shared.help_layout import LaidOutGroup
 from stoker_shared.text import printable, seconds_of
+from stoker_worker.cli.ending import MISSING
 
 if TYPE_CHECKING:
     from stoker_worker.memory.admin.listing import Sort
 
-_MISSING: Final = "the worker's packages are missing ({}); install them with: pip install 'stoker[worker]'"
 _PAGE: Final = 50
 _MOST_NAMED: Final = 50
 _TELL_S: Final = 2.0
@@ -47,7 +47,7 @@ def command(run: Callable[..., None]) -> click.Command:
         except BrokenPipeError:  # as of `head`; click ends quietly
             raise
         except (StokerError, OSError, ModuleNotFoundError) as error:
-            message = _MISSING.format(error.name) if isinstance(error, ModuleNotFoundError) else str(error)
+            message = MISSING.format(error.name) if isinstance(error, ModuleNotFoundError) else str(error)
             if not as_json:
                 raise click.ClickException(printable(f"{type(error).__name__}: {message}", lines=True)) from error
             click.echo(json.dumps({"error": {"type": type(error).__name__, "message": message}}))
@@ -382,8 +382,6 @@ def share(store: Path, as_json: bool, url: str) -> None:
 
     Agents that are there already are compared, so another call goes on after an interruption. No worker may run.
     """
-    from contextlib import closing
-
     from stoker_worker.memory.locks import StoreLock
     from stoker_worker.memory.replica.bucket import Bucket, BucketAway
     from stoker_worker.memory.replica.sharing import Shared

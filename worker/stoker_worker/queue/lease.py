@@ -13,7 +13,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal, NamedTuple, TypeVar, cast
@@ -185,11 +185,15 @@ def _members(connection: Redis) -> list[Member]:
     """All members, each as its lease describes it, or if it has none as its record does."""
     records = cast(dict[bytes, bytes], connection.hgetall(MEMBERS_KEY))
     names = [name.decode(errors="replace") for name in records]
-    keys = [LEASE_KEY.format(member=name) for name in names]
-    leases = cast(list[bytes | None], connection.mget(keys)) if keys else []
+    leases = _leases(connection, names)
     return [
         Member.of(name, lease or record) for name, record, lease in zip(names, records.values(), leases, strict=True)
     ]
+
+
+def _leases(connection: Redis, names: Collection[str]) -> list[bytes | None]:
+    keys = [LEASE_KEY.format(member=name) for name in names]
+    return cast(list[bytes | None], connection.mget(keys)) if keys else []
 
 
 def _shown(share: str) -> str:
@@ -204,7 +208,7 @@ class OwnStore(NamedTuple):
     Attributes:
         name: it stays, and the worker is called like it if the settings have no name; ``None``: called like the worker.
         shared, has_agents: as in `Lease`.
-        is_at_hand: as in `CacheStorePort`. Jobs of such agents, and jobs without an agent, may pass others.
+        is_at_hand: as in `CacheStorePort`.
     """
 
     name: str | None = None
@@ -274,12 +278,9 @@ class Lease:
     """The right to work on some queues in a member's name.
 
     Attributes:
-        member: the name.
-        worker_name: of the RQ worker that holds it.
-        store: the name of the member's store.
-        queues: where it claims.
-        shared: the id of the shared store behind that one; empty: none.
+        member, worker_name, queues, shared: as in `Member`.
         ttl_s: how long it lasts after a renewal.
+        value: that of the lease key while it is ours; scripts compare it before they write.
         former_queues: where an earlier holder, which did not leave, has claimed, until `settle`.
         lost_data: what the renewals have shown.
         has_agents: whether the store has conversations, so that another one must not take its place unnoticed.
@@ -302,15 +303,13 @@ class Lease:
     ) -> None:
         """
         Args:
-            store: ``None``: it is called like the member.
-            model: the one that the worker is going to load.
+            store, model: as in `Member`. ``None``: the store is called like the member.
             new_store: it may serve queues whose agents' conversations are in another store.
         """
         process, pids = ProcessIdentity.of_this_process(), pid_namespace()
         self._me = Member(member, worker_name, tuple(queues), store or member, process, shared, model, pids=pids)
         self.member, self.worker_name, self.queues = member, worker_name, self._me.queues
-        self.store, self.shared = self._me.store, shared
-        self.ttl_s = ttl_s
+        self.shared, self.ttl_s = shared, ttl_s
         self.has_agents, self._first_turn = has_agents, threading.Lock()
         self.lost_data = lost_data or LostData()
         self.former_queues: tuple[str, ...] = ()
@@ -325,24 +324,14 @@ class Lease:
         self._release = connection.register_script(_RELEASE)
         self._leave = connection.register_script(lua("lease_leave"))
         self._describe = connection.register_script(_DESCRIBE)
-        self._value, self._fence = "", 0
+        self.value, self._fence = "", 0  # without a number, it is not held
         self._record = ""  # what other members see: the value, and what was announced
-
-    @property
-    def is_held(self) -> bool:
-        """True if it was acquired and not released; no round trip."""
-        return self._fence > 0
-
-    @property
-    def value(self) -> str:
-        """The value of the lease key while it is ours; scripts compare it before they write."""
-        return self._value
 
     @property
     def args(self) -> list[str | int]:
         """Value, number and lifetime in milliseconds: the first ARGV of a script that begins with `lua/holds.lua`. Its
         first KEYS are `keys`."""
-        return [self._value, self._fence, self._ttl_ms]
+        return [self.value, self._fence, self._ttl_ms]
 
     def acquire(self, *, recovers: bool = False, waits: bool = False) -> None:
         """Take the lease, and serve its queues.
@@ -366,11 +355,12 @@ class Lease:
             reply = self._take(keys=self._all_keys, args=[*args, *passed])
             if reply[0] == b"taken":
                 _, value, self._fence, before = reply
-                self._value = self._record = value.decode()
+                self.value = self._record = value.decode()
                 self.former_queues = Member.of(self.member, before).queues
                 return
             obstacle = Obstacle.of(self._connection, reply, me)
-            if obstacle.found not in passed and self._passes(obstacle):
+            passes = self._new_store if obstacle.kind == "kept" else obstacle.is_gone(me)
+            if obstacle.found not in passed and passes:
                 passed.append(obstacle.found)
                 continue
             gives_up_at = gives_up_at or time.monotonic() + obstacle.left_s + _RETRY_S
@@ -387,7 +377,7 @@ class Lease:
             connection: used instead of the lease's own.
             notes_store: as if the store had conversations already.
         """
-        if not self.is_held:
+        if not self._fence:
             return False
         before = self.lost_data.before_renewal()
         kept_in = self._me.kept_in if self.has_agents or notes_store else ""
@@ -425,23 +415,20 @@ class Lease:
     def leave(self) -> None:
         """Leave the members, and give up the lease. Nothing may be claimed or in flight in this name any more."""
         self._leave(
-            keys=self._all_keys, args=[self._value, self.member, self._me.share, FENCE_KEPT_S * 1000, *self.queues]
+            keys=self._all_keys, args=[self.value, self.member, self._me.share, FENCE_KEPT_S * 1000, *self.queues]
         )
         self._fence = 0
 
     def release(self) -> None:
         """Give up the lease and stay a member, whose jobs the next holder puts back. Ignores errors of Redis: the lease
         then runs out by itself."""
-        if self.is_held:
+        if self._fence:
             with suppress(RedisError):
-                self._release(keys=self.keys, args=[self._value])
+                self._release(keys=self.keys, args=[self.value])
             self._fence = 0
 
-    def _passes(self, obstacle: Obstacle) -> bool:
-        return self._new_store if obstacle.kind == "kept" else obstacle.is_gone(self._me)
-
     def _show(self) -> bool:
-        return bool(self._describe(keys=self._all_keys, args=[self._value, self.member, self._record]))
+        return bool(self._describe(keys=self._all_keys, args=[self.value, self.member, self._record]))
 
 
 class Members:
@@ -500,7 +487,7 @@ class Members:
             for member in members
             if member.name != self._lease.member and not mine.isdisjoint(member.queues)
         }
-        leases = self._leases(self.others)
+        leases = dict(zip(self.others, _leases(self._connection, self.others), strict=True))
         now = self._clock()
         if now - self._looked_at > self._ttl_s / 2:  # this worker slept, or Redis was away
             self._missing_since.clear()
@@ -511,17 +498,8 @@ class Members:
             member
             for name, member in self.others.items()
             if (leases[name] is None and self._is_gone(member, now))
-            or (asks_processes and _is_held_by_the_dead(name, leases[name]))
+            or (asks_processes and (lease := leases[name]) and Member.of(name, lease).is_certainly_dead())
         )
-
-    def _leases(self, names: Iterable[str]) -> dict[str, bytes | None]:
-        keys = {name: LEASE_KEY.format(member=name) for name in names}
-        values = cast(list[bytes | None], self._connection.mget(list(keys.values()))) if keys else []
-        return dict(zip(keys, values, strict=True))
 
     def _is_gone(self, member: Member, now: float) -> bool:
         return now - self._missing_since[member.name] >= self._ttl_s or member.is_certainly_dead()
-
-
-def _is_held_by_the_dead(name: str, lease: bytes | None) -> bool:
-    return lease is not None and Member.of(name, lease).is_certainly_dead()
