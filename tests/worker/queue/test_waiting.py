@@ -464,8 +464,8 @@ def test_a_line_stays_aside_when_the_queue_is_read_anew():
     known = queue.learned()
     queue.clear()
     queue.append([a0, b1])
-    for job_id, job in known.items():
-        queue.learn(job_id, job.use, quarantined=job.quarantined)
+    for job_id, (use, quarantined) in known.items():
+        queue.learn(job_id, use, quarantined=quarantined)
     assert chosen(queue) == [b1]
 
 

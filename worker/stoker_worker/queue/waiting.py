@@ -52,6 +52,9 @@ MOST_PASSED_S: Final = 10.0
 _MOST_KEPT: Final = 1024
 
 
+Known = tuple[MemoryUse, bool]
+"""How a job uses memory, and whether it is quarantined."""
+
 Line = str | tuple[str]
 """An agent's id; for a job that uses no memory, and so has a line of its own, a tuple of the job's id."""
 
@@ -307,9 +310,10 @@ class FairQueue:
         """How a waiting job uses memory, as it was learned."""
         return self._jobs[job_id].use
 
-    def learned(self) -> dict[str, Waiting]:
+    def learned(self) -> dict[str, Known]:
         """Every job that was learned, by its id."""
-        return {job_id: job for job_id, job in self._jobs.items() if job_id not in self._unlearned}
+        jobs = self._jobs.items()
+        return {job_id: (job.use, job.quarantined) for job_id, job in jobs if job_id not in self._unlearned}
 
     def choose(self, limit: int, busy: Busy) -> list[str]:
         """The next jobs, at most `limit`, that may run beside one another and beside what is busy. They stay here, and
@@ -380,11 +384,6 @@ class FairQueue:
         self._unlearned[job_id] = None
 
 
-class _Known(NamedTuple):
-    use: MemoryUse
-    quarantined: bool
-
-
 class QueueView:
     """RQ's list of one queue, as it was last seen.
 
@@ -408,7 +407,7 @@ class QueueView:
         self._look_at = connection.register_script(lua("read", "look"))
         self._read_at = connection.register_script(lua("read") + "return read({unpack(ARGV, 6)})")
         self.waiting = FairQueue(is_at_hand)
-        self._known: dict[str, _Known] = {}  # of jobs that are expected to come into `waiting`
+        self._known: dict[str, Known] = {}  # of jobs that are expected to come into `waiting`
         self._may_start_over = Periodic(5.0)
         self._is_whole = True
         self._n_taken = 0
@@ -434,7 +433,7 @@ class QueueView:
 
     def correct(self, job_id: str, use: MemoryUse, *, quarantined: bool) -> None:
         """A claimed job that goes back to the queue differs from what was read of it: note how it really is."""
-        self._known[job_id] = _Known(use, quarantined)
+        self._known[job_id] = (use, quarantined)
 
     def _look(self) -> None:
         """Take in what came in at either end since the last look, a page at a time, and what was taken."""
@@ -472,8 +471,7 @@ class QueueView:
             self._start_over()
 
     def _start_over(self) -> None:
-        learned = self.waiting.learned().items()
-        self._known |= {job_id: _Known(job.use, job.quarantined) for job_id, job in learned}
+        self._known |= self.waiting.learned()
         self.waiting.clear()
 
     def _arriving(self, found: Sequence[bytes]) -> list[str]:
@@ -490,18 +488,14 @@ class QueueView:
         if not job_ids and not self._is_whole:
             self._look()
             job_ids = self.waiting.unlearned(_READ_AT_ONCE)
-        self._read([job_id for job_id in job_ids if job_id not in self._known])
+        if unknown := [job_id for job_id in job_ids if job_id not in self._known]:
+            self._note(unknown, self._read_at(args=[*_READING, *map(raw, unknown)]))
         for job_id in job_ids:
             if job_id not in self._known:  # the data of those before it was too large to read more
                 break
-            known = self._known.pop(job_id)
-            self.waiting.learn(job_id, known.use, quarantined=known.quarantined)
+            use, quarantined = self._known.pop(job_id)
+            self.waiting.learn(job_id, use, quarantined=quarantined)
         return bool(job_ids)
-
-    def _read(self, job_ids: Sequence[str]) -> None:
-        if not job_ids:
-            return
-        self._note(job_ids, self._read_at(args=[*_READING, *map(raw, job_ids)]))
 
     def _note(self, job_ids: Sequence[str], found: Sequence[Any]) -> None:
         """What was read of the first of these jobs."""
@@ -509,7 +503,7 @@ class QueueView:
         for number, (job_id, value) in enumerate(zip(job_ids, found[0], strict=False), start=1):
             use = use_in(value) if number in with_data else use_noted(value)
             # A job that went back is known better.
-            self._known.setdefault(job_id, _Known(use, number in quarantined))
+            self._known.setdefault(job_id, (use, number in quarantined))
 
 
 def _without_known(before: Sequence[bytes], known: Sequence[str]) -> list[bytes]:
