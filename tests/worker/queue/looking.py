@@ -1,5 +1,7 @@
 """The places of a job in RQ's keys, and the keys of a worker that has no other name than this machine's."""
 
+from typing import Any
+
 from redis import Redis
 
 from stoker_shared.wire import FENCE_KEY, LEASE_KEY
@@ -19,6 +21,11 @@ def places(connection: Redis, job_id: str) -> list[str]:
     sets = {name: connection.zrange(f"rq:{name}:generate", 0, -1) for name in REGISTRIES}
     entries = {name: [entry.decode().split(":")[0] for entry in found] for name, found in (lists | sets).items()}
     return [name for name, ids in entries.items() for found in ids if found == job_id]
+
+
+def is_ours(job: Any) -> bool:
+    """True if this run of the job is still its worker's to end."""
+    return job.ends.ownership.of(job.run) == "ours"
 
 
 def taken_over(connection: Redis, *, and_left: bool = False) -> None:

@@ -5,6 +5,7 @@ import pytest
 from rq.job import Job
 from rq.serializers import JSONSerializer
 from tests.worker.queue.ends import fail, finish, give_back
+from tests.worker.queue.looking import is_ours
 from tests.worker.queue.members import claim, claim_within, die, ids, impatient, last_of, recovered, run, turn
 
 from stoker_shared.wire import AGENT_TASK_PATH, FIELD_ATTEMPTS, FIELD_SAVING, HELD_KEY, LAST_KEY, LEASE_KEY, TASK_PATH
@@ -142,7 +143,7 @@ def test_after_a_flush_the_agents_next_job_goes_to_anybody(connection, join, sub
     assert b.beat()
     (job_id,) = submit("x")
     assert ids(claim_within(b)) == [job_id]
-    assert not lost.is_ours()
+    assert not is_ours(lost)
 
 
 def test_what_is_over_is_removed_and_what_is_in_flight_or_waits_stays(connection, join, submit, monkeypatch):

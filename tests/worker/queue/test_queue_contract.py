@@ -142,7 +142,6 @@ def test_a_job_is_claimed_finished_and_released(outside: Outside) -> None:
     assert job.delivery.job_id == "job"
     assert job.enqueued_at <= job.claimed_at
     assert outside.state("job") == "started"
-    assert job.is_ours()
     assert outside.queue.is_empty()
     job.finish(RESULT)
     assert (outside.state("job"), outside.result("job")) == ("finished", RESULT)
@@ -240,7 +239,6 @@ def test_a_job_has_one_end(outside: Outside) -> None:
     with pytest.raises(OwnershipLost):
         job.fail(ValueError("late"))
     assert outside.result("job") == RESULT
-    assert not job.is_ours()
 
 
 def test_a_failure_is_retried_in_place_as_often_as_allowed(outside: Outside) -> None:
@@ -348,7 +346,6 @@ def test_a_deposed_worker_ends_nothing_and_claims_nothing(outside: Outside) -> N
     assert outside.queue.beat()
     outside.take_over()
     assert not outside.queue.beat()
-    assert not job.is_ours()
     with pytest.raises(OwnershipLost):
         job.finish(RESULT)
     assert not job.give_back(counts_as_attempt=False)

@@ -11,7 +11,7 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 from rq.suspension import resume, suspend
 from tests.worker.queue.ends import drop, fail, finish, give_back, stop
-from tests.worker.queue.looking import LEASE, places, taken_over
+from tests.worker.queue.looking import LEASE, is_ours, places, taken_over
 
 from stoker_shared.errors import EngineFailed, GenerationTimedOut, JobFailed, OwnershipLost
 from stoker_shared.wire import FIELD_ATTEMPTS, TASK_PATH
@@ -54,7 +54,7 @@ def test_a_deposed_worker_ends_nothing_and_leaves_its_jobs_to_the_next_worker(
     (job_id,) = submit(producer, "a")
     (job,) = claim(queue)
     taken_over(connection, and_left=successor_left)
-    assert not job.is_ours()
+    assert not is_ours(job)
     assert not queue.beat()
     for end in (lambda: finish(job, RESULT), lambda: fail(job, ValueError("x"))):
         with pytest.raises(OwnershipLost):
@@ -71,7 +71,7 @@ def test_a_lease_that_expired_while_redis_was_away_is_renewed(connection, produc
     (job_id,) = submit(producer, "a")
     (job,) = claim(queue)
     connection.delete(LEASE)
-    assert job.is_ours()
+    assert is_ours(job)
     finish(job, RESULT)
     assert places(connection, job_id) == ["finished"]
 

@@ -6,7 +6,7 @@ import pytest
 from rq.job import Job
 from rq.serializers import JSONSerializer
 from tests.worker.queue.ends import finish, give_back
-from tests.worker.queue.looking import places
+from tests.worker.queue.looking import is_ours, places
 from tests.worker.queue.members import TTL_S, claim, claim_within, die, ids, impatient, recovered, run
 
 from stoker_shared.errors import OwnershipLost
@@ -68,7 +68,7 @@ def test_a_worker_that_slept_is_deposed_by_whoever_puts_its_jobs_back(connection
     die(a)
     assert recovered(b) == 1
     assert not a.beat()
-    assert not slept.is_ours()
+    assert not is_ours(slept)
     with pytest.raises(OwnershipLost):
         finish(slept, {})
     give_back([slept], counts_as_attempt=False)
@@ -106,7 +106,7 @@ def test_leases_that_ran_out_while_redis_was_away_cost_no_worker_its_name(connec
     time.sleep(2 * TTL_S)
     assert b.recover() == 0
     assert b.beat()
-    assert job.is_ours()
+    assert is_ours(job)
 
 
 def test_the_same_name_finds_its_own_jobs_again(join, submit):
@@ -131,7 +131,7 @@ def test_an_id_that_runs_elsewhere_is_not_started_a_second_time(connection, plai
     plain.enqueue(TASK_PATH, request={"prompt": "two"}, job_id="same")
     assert claim(b) == []
     assert places(connection, "same") == ["generate", "wip"]
-    assert not first.is_ours()
+    assert not is_ours(first)
     first.drop()
     first.release()
     [second] = claim_within(b)

@@ -169,10 +169,6 @@ class ClaimedJob(Protocol):
         """The worker that made its agent's newest version, if that is another one."""
         return None if self.last is None or self.last.is_here else self.last.member
 
-    def is_ours(self) -> bool:
-        """True if this run of the job is still this worker's to end."""
-        ...
-
     def begin_save(self) -> None:
         """Refuse a cancel from here on: the turn of the job's agent is about to be saved.
 

@@ -389,10 +389,6 @@ class RqClaimedJob(ClaimedJob):
         return None if super().moved_from == self.ends.ownership.member else super().moved_from
 
     @as_redis_unavailable()
-    def is_ours(self) -> bool:
-        return self.ends.ownership.of(self.run) == "ours"
-
-    @as_redis_unavailable()
     def begin_save(self) -> None:
         self.saves.set()
         with self._lost_is_told():
@@ -434,35 +430,27 @@ class RqClaimedJob(ClaimedJob):
             with suppress(OwnershipLost):
                 self.stop()
             return False
-        try:
-            claim = Claim(self.job_id, self.queue, self.run.execution, alone=alone)
-            if self.ends.requeue(claim, counts_as_attempt=counts_as_attempt) == "ended":
-                self.ends.ownership.let_go(self.run)
-                return False
-            return True
-        finally:
-            self.ends.streams.close(self.claim_number, ended=False)
+        claim = Claim(self.job_id, self.queue, self.run.execution, alone=alone)
+        if self.ends.requeue(claim, counts_as_attempt=counts_as_attempt) == "ended":
+            self.ends.ownership.let_go(self.run)
+            return False
+        return True
 
     @as_redis_unavailable()
     def drop(self) -> None:
-        try:
-            self.ends.ownership.let_go(self.run)
-        finally:
-            self.ends.streams.close(self.claim_number, ended=False)
+        self.ends.ownership.let_go(self.run)
 
     def release(self) -> None:
         self.in_flight.remove(self)
-        self.ends.streams.close(self.claim_number, ended=False)  # last: `withdrawn` opens streams of jobs in flight
+        # Last, because `withdrawn` opens streams of jobs in flight. That of a job that has ended is closed already.
+        self.ends.streams.close(self.claim_number, ended=False)
 
     def _goes_on(self, verdict: CheckOutcome) -> bool:
         """Send the job on to the next model, unless there is none, or its stop was asked for."""
         if verdict.next is None or self.in_flight.is_to_stop(self.job_id):
             return False
-        try:
-            with self._lost_is_told():
-                self.ends.go_on(self.run, verdict, verdict.next)
-        finally:
-            self.ends.streams.close(self.claim_number, ended=False)
+        with self._lost_is_told():
+            self.ends.go_on(self.run, verdict, verdict.next)
         condition = (verdict.attempts[-1].reason or "").partition(":")[0]  # the rest may quote the request
         log_job("escalated", self.job_id, agent=self.request.agent_id, reason=condition, to=verdict.next.model)
         return True
