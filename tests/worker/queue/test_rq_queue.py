@@ -79,7 +79,7 @@ def test_a_lease_that_expired_while_redis_was_away_is_renewed(connection, produc
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_interrupted_claim_is_recovered_and_costs_no_attempt(connection, producer, queue, monkeypatch, when):
     ids = submit(producer, "a", "b", "c")
-    real, calls = queue._job_start.start, []
+    real, calls = queue._claim_order.read, []
 
     def breaking(*args, **options):
         calls.append(args)
@@ -90,7 +90,7 @@ def test_an_interrupted_claim_is_recovered_and_costs_no_attempt(connection, prod
             raise RedisConnectionError("gone")
         return done
 
-    monkeypatch.setattr(queue._job_start, "start", breaking)
+    monkeypatch.setattr(queue._claim_order, "read", breaking)
     (first,) = claim(queue)
     monkeypatch.undo()
     assert first.job_id == ids[0]
@@ -235,13 +235,13 @@ def test_a_failed_job_that_an_operator_requeues_starts_over(connection, producer
 
 def test_a_stop_during_the_start_of_its_job_is_not_lost(producer, queue, monkeypatch):
     (job_id,) = submit(producer, "a")
-    real = queue._job_start.start
+    real = queue._claim_order.read
 
     def start_and_stop(*args):
         queue._registration.in_flight.ask_to_stop(job_id)
         return real(*args)
 
-    monkeypatch.setattr(queue._job_start, "start", start_and_stop)
+    monkeypatch.setattr(queue._claim_order, "read", start_and_stop)
     (job,) = claim(queue)
     assert queue.withdrawn({}) == [job]
 
@@ -382,14 +382,14 @@ def test_a_claim_in_doubt_is_put_back_also_if_the_lease_expired_meanwhile(connec
 
 def test_the_jobs_of_an_interrupted_claim_go_back_before_the_next_claim(connection, producer, queue, monkeypatch):
     first, second, third = submit(producer, "a", "b", "b")
-    real = queue._job_start.start
+    real = queue._claim_order.read
 
     def start(name, granted):
         if granted.job_id == second:
             raise RedisConnectionError("gone")
         return real(name, granted)
 
-    monkeypatch.setattr(queue._job_start, "start", start)
+    monkeypatch.setattr(queue._claim_order, "read", start)
     assert [job.job_id for job in claim(queue)] == [first]
     monkeypatch.undo()
     assert [job.job_id for job in queue.claim(8, Busy(writing=frozenset({"a"})))] == [second]

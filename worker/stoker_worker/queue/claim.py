@@ -2,8 +2,8 @@
 
 A `Claimer` takes from one queue the jobs that `FairQueue` chooses, as far as their agents are free, and starts them in
 the same step. It owns for how long jobs have been left to the workers that have their agents' caches, and which ids
-another worker still runs. `JobStart` makes a `RqClaimedJob` of a started job, or refuses it with a line; malformed data
-in Redis fails only its own job. It numbers the claims. `ClaimOrder` goes through the queues. It owns how long a
+another worker still runs. `ClaimOrder` goes through the queues, and makes a `RqClaimedJob` of each started job, or
+refuses it with a line; malformed data in Redis fails only its own job. It numbers the claims, and owns how long a
 quarantined job has waited. Workers tell their jobs apart by id, so the second delivery of an id cannot start before the
 first has left.
 """
@@ -313,82 +313,6 @@ def _about(
     }
 
 
-class JobStart:
-    """Reads started jobs, and numbers them."""
-
-    def __init__(self, connection: Redis, registration: RqRegistration, ends: JobFinish) -> None:
-        """
-        Args:
-            ends: given to each claimed job; it also ends a job that cannot be run.
-        """
-        self._ends = ends
-        self._in_flight = registration.in_flight
-        self._connection = connection
-        self._claim_numbers = itertools.count()
-
-    def start(self, queue_name: str, granted: Granted) -> RqClaimedJob | None:
-        """``None`` if the job was refused.
-
-        Raises:
-            RedisError: the server went away meanwhile; recovery finds the job.
-        """
-        job_id, execution = granted.job_id, granted.execution
-        if execution is None:
-            error = IN_THE_WAY if is_rqs(job_id) else FOREIGN_ID
-            with suppress(OwnershipLost):  # nothing is ours to write
-                self._ends.fail_waiting(queue_name, job_id, f"{type(error).__name__}: {error}")
-            return None
-        rq_job = JsonJob(job_id, connection=self._connection)
-        run = JobRun(rq_job, execution)
-        try:
-            rq_job.restore(granted.fields)
-            rq_job.origin, rq_job.worker_name = queue_name, execution.worker_name
-            rq_job.started_at = rq_job.last_heartbeat = execution.created_at
-            rq_job._status = JobStatus.STARTED
-            return self._claimed(run, rq_job.read_request(), granted.last)
-        except RequestError as error:
-            log_failure(job_id, error, queue=queue_name)
-            try:
-                self._ends.fail(run, error)
-            except OwnershipLost:  # it was withdrawn just now
-                self._ends.ownership.let_go(run)
-            if rq_job.rate_limit_key:  # RQ has given it a place for which others wait, to be refused too
-                with suppress(RedisError, ValueError):  # anybody may write anything
-                    RateLimitRegistry.from_job(rq_job).release_stale_and_enqueue(job_id)
-        except Exception as error:
-            if isinstance(error, StokerError) or not is_the_jobs(error):
-                raise
-            rq_job.origin, rq_job.started_at = queue_name, execution.created_at
-            with suppress(OwnershipLost):  # nothing is ours to write
-                self._ends.fail_bare(run, f"PayloadRefused: RQ cannot start the job: {message_line(error)}")
-        return None
-
-    def _claimed(
-        self, run: JobRun, request: GenerationRequest | AgentRequest, last: LastVersion | None
-    ) -> RqClaimedJob:
-        rq_job, now = run.job, time.time()
-        timeout_s = rq_job.timeout if rq_job.timeout is not None else DEFAULT_JOB_TIMEOUT_S
-        rq_job.drop_data()
-        return RqClaimedJob(
-            job_id=rq_job.id,
-            queue=rq_job.origin,
-            request=request,
-            delivery=Delivery(rq_job.id, rq_job.raw_created_at, rq_job.digest()),
-            attempt=rq_job.worker_losses + 1,
-            losses_alone=rq_job.losses_alone,
-            enqueued_at=rq_job.enqueued_at.timestamp() if rq_job.enqueued_at else now,
-            claimed_at=now,
-            claim_number=next(self._claim_numbers),
-            deadline=time.monotonic() + timeout_s if timeout_s > 0 else None,
-            model=model_of(rq_job, request),
-            last=last,
-            was_saving=rq_job.was_saving,
-            run=replace(run, writes=Writes.of(request, last.number if last else 0)),
-            ends=self._ends,
-            in_flight=self._in_flight,
-        )
-
-
 class ClaimOrder:
     """Claims the next jobs of all queues, starts them, and enters them into the table of jobs in flight.
 
@@ -402,19 +326,26 @@ class ClaimOrder:
 
     def __init__(
         self,
+        connection: Redis,
         claimers: Mapping[str, Claimer],
         members: Members,
-        job_start: JobStart,
+        ends: JobFinish,
         in_flight: JobsInFlight[RqClaimedJob],
     ) -> None:
+        """
+        Args:
+            ends: given to each claimed job; it also ends a job that cannot be run.
+        """
+        self._connection = connection
         self.claimers = claimers
         self.has_unread = self.knows_all = False
         self._members = members
-        self._job_start = job_start
+        self._ends = ends
         self._in_flight = in_flight
         self._quarantined_since: float | None = None
         self.has_claimed = self.is_suspended = False
         self._look = Periodic(_LOOK_AROUND_S)
+        self._claim_numbers = itertools.count()
 
     def waiting_agents(self) -> frozenset[str]:
         """The agents of the waiting jobs that were read; the same object until they change, if one queue has any."""
@@ -498,7 +429,7 @@ class ClaimOrder:
         return not frozenset(waits).isdisjoint(self._members.duties())
 
     def _start(self, name: str, granted: Granted, busy: Busy, claimed: list[RqClaimedJob]) -> None:
-        if (job := self._job_start.start(name, granted)) is None:
+        if (job := self.read(name, granted)) is None:
             return
         beside = busy.beside(other.memory_use for other in claimed)
         is_misread = job.memory_use != granted.use
@@ -509,3 +440,65 @@ class ClaimOrder:
         else:
             self._in_flight.add(job)
             claimed.append(job)
+
+    def read(self, queue_name: str, granted: Granted) -> RqClaimedJob | None:
+        """A started job; ``None`` if it was refused.
+
+        Raises:
+            RedisError: the server went away meanwhile; recovery finds the job.
+        """
+        job_id, execution = granted.job_id, granted.execution
+        if execution is None:
+            error = IN_THE_WAY if is_rqs(job_id) else FOREIGN_ID
+            with suppress(OwnershipLost):  # nothing is ours to write
+                self._ends.fail_waiting(queue_name, job_id, f"{type(error).__name__}: {error}")
+            return None
+        rq_job = JsonJob(job_id, connection=self._connection)
+        run = JobRun(rq_job, execution)
+        try:
+            rq_job.restore(granted.fields)
+            rq_job.origin, rq_job.worker_name = queue_name, execution.worker_name
+            rq_job.started_at = rq_job.last_heartbeat = execution.created_at
+            rq_job._status = JobStatus.STARTED
+            return self._claimed(run, rq_job.read_request(), granted.last)
+        except RequestError as error:
+            log_failure(job_id, error, queue=queue_name)
+            try:
+                self._ends.fail(run, error)
+            except OwnershipLost:  # it was withdrawn just now
+                self._ends.ownership.let_go(run)
+            if rq_job.rate_limit_key:  # RQ has given it a place for which others wait, to be refused too
+                with suppress(RedisError, ValueError):  # anybody may write anything
+                    RateLimitRegistry.from_job(rq_job).release_stale_and_enqueue(job_id)
+        except Exception as error:
+            if isinstance(error, StokerError) or not is_the_jobs(error):
+                raise
+            rq_job.origin, rq_job.started_at = queue_name, execution.created_at
+            with suppress(OwnershipLost):  # nothing is ours to write
+                self._ends.fail_bare(run, f"PayloadRefused: RQ cannot start the job: {message_line(error)}")
+        return None
+
+    def _claimed(
+        self, run: JobRun, request: GenerationRequest | AgentRequest, last: LastVersion | None
+    ) -> RqClaimedJob:
+        rq_job, now = run.job, time.time()
+        timeout_s = rq_job.timeout if rq_job.timeout is not None else DEFAULT_JOB_TIMEOUT_S
+        rq_job.drop_data()
+        return RqClaimedJob(
+            job_id=rq_job.id,
+            queue=rq_job.origin,
+            request=request,
+            delivery=Delivery(rq_job.id, rq_job.raw_created_at, rq_job.digest()),
+            attempt=rq_job.worker_losses + 1,
+            losses_alone=rq_job.losses_alone,
+            enqueued_at=rq_job.enqueued_at.timestamp() if rq_job.enqueued_at else now,
+            claimed_at=now,
+            claim_number=next(self._claim_numbers),
+            deadline=time.monotonic() + timeout_s if timeout_s > 0 else None,
+            model=model_of(rq_job, request),
+            last=last,
+            was_saving=rq_job.was_saving,
+            run=replace(run, writes=Writes.of(request, last.number if last else 0)),
+            ends=self._ends,
+            in_flight=self._in_flight,
+        )

@@ -23,7 +23,7 @@ from stoker_shared.errors import QueueHeld, RedisUnavailable
 from stoker_shared.text import mask_url
 from stoker_worker.placement.placement import Placement
 from stoker_worker.ports import Busy, ClaimedJob, DataLoss, QueuePort, SequenceProgress, Serving, TextSoFar
-from stoker_worker.queue.claim import Claimer, ClaimOrder, JobStart
+from stoker_worker.queue.claim import Claimer, ClaimOrder
 from stoker_worker.queue.client import (
     STANDBY_POLL_S,
     as_redis_unavailable,
@@ -81,7 +81,6 @@ class RqQueue(QueuePort):
         self._ownership = Ownership(connection, lease)
         self._job_finish = ends = JobFinish(connection, registration, self._ownership, placement)
         self._streams, self._progress = ends.streams, ends.progress
-        self._job_start = JobStart(connection, registration, ends)
         self._recoverer = Recoverer(connection, lease, members)
         self._housekeeping = Housekeeping(connection, lease, members, placement)
         claimers = {
@@ -90,7 +89,7 @@ class RqQueue(QueuePort):
             )
             for name in queues
         }
-        self._claim_order = ClaimOrder(claimers, members, self._job_start, self._in_flight)
+        self._claim_order = ClaimOrder(connection, claimers, members, ends, self._in_flight)
         self._to_announce: Serving | None = None
         self._in_doubt = False
 
