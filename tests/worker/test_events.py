@@ -3,9 +3,6 @@
 import io
 import json
 import logging
-import os
-import subprocess
-import sys
 import time
 
 import pytest
@@ -63,43 +60,6 @@ def test_a_name_in_a_message_makes_no_line_of_its_own_and_gives_no_orders(logged
     assert message.endswith(r"queue q\n2026-01-01 00:00:00,000 I MainThread stopped\x1b[2J\x9b\u202e")
     assert len(traceback) > 3
     assert traceback[-1] == r"ValueError: \x1b[2J"
-
-
-def test_in_the_journal_each_line_of_text_has_its_priority(logged, monkeypatch, tmp_path):
-    with (tmp_path / "journal").open("w+") as journal, (tmp_path / "other").open("w") as other:
-        seen = os.fstat(journal.fileno())
-        monkeypatch.setenv("JOURNAL_STREAM", f"{seen.st_dev}:{seen.st_ino}")
-        out = logged(verbose=True)
-        log = logging.getLogger("stoker_worker")
-        for stderr in (other, journal):
-            monkeypatch.setattr(out, "fileno", stderr.fileno)
-            out.seek(out.truncate(0))
-            logged(verbose=True)
-            for level in (logging.DEBUG, logging.INFO, logging.WARNING, logging.CRITICAL):
-                log.log(level, "one line")
-            try:
-                raise ValueError("two\nlines")
-            except ValueError:
-                log.exception("broken")
-            found = [line[:3] for line in out.getvalue().splitlines()]
-            expected = ["<7>", "<6>", "<4>", "<2>", *["<3>"] * (len(found) - 4)]
-            assert (found == expected) is (stderr is journal)
-            assert len(found) > 7
-        out.seek(out.truncate(0))
-        logged(log_format="json")
-        log.error("e")
-        assert json.loads(out.getvalue())["level"] == "error"
-
-
-def test_the_reason_why_a_command_ends_is_an_error_in_the_journal(tmp_path):
-    command = f"{sys.executable} -m stoker_worker run --engine scripted --redis redis://127.0.0.1:1"
-    with (tmp_path / "journal").open("w+") as journal:
-        seen = os.fstat(journal.fileno())
-        env = {**os.environ, "JOURNAL_STREAM": f"{seen.st_dev}:{seen.st_ino}"}
-        store = ["--store", str(tmp_path / "store")]
-        assert subprocess.run([*command.split(), *store], stderr=journal, env=env, check=False).returncode == 1
-        journal.seek(0)
-        assert journal.readlines()[-1].startswith("<3>Error: RedisUnavailable: ")
 
 
 def test_as_json_each_line_is_an_object_with_the_same_fields(logged):

@@ -153,14 +153,6 @@ SCENARIOS = {
         worker(store_free_bytes=always(1 * GB), store_disk_bytes=always(8 * GB)),
         {"15m": ""},
     ),
-    "jobs in a queue that nobody listens to": (
-        worker(**{'num_requests_without_worker{queue="misspelt"}': f"{always(2, 60)} {always(0)}"}),
-        {"9m": "", "16m": "StokerQueueWithoutWorker", "31m": ""},
-    ),
-    "a queue that was without a worker while one was started anew": (
-        worker(**{'num_requests_without_worker{queue="generate"}': f"{always(0, 20)} {always(7, 8)} {always(0)}"}),
-        {"14m": "", "25m": ""},
-    ),
     "Redis is nearly full": (
         server(memory_used_bytes=f"{always(95, 60)} {always(50)}", memory_max_bytes=always(100, 300)),
         {"4m": "", "6m": "StokerRedisNearlyFull", "31m": ""},

@@ -24,7 +24,6 @@ SERVING = Serving("m", 4096, "in rows", 8, "given")
 STORE = StoreUse(100, 1000, 2**30, 2**31, 10, 50)
 SHARED = SharedUse(0.0, 7, 8)
 WAITING = QueueDepth("generate", 3, 1.5)
-WITHOUT_WORKER = {"misspelt": 2}
 
 
 class KV:
@@ -54,13 +53,13 @@ def everything():
     watch = Watch()
     watch.metrics.failed(ValueError())
     watch.metrics.answered({"cache": {"miss_reason": "evicted"}})
-    return families(watch, Look(state(), STORE, [WAITING], WITHOUT_WORKER, shared=SHARED))
+    return families(watch, Look(state(), STORE, [WAITING], shared=SHARED))
 
 
 def test_the_figures_of_a_worker_are_shown():
     watch = Watch()
     watch.metrics.answered({})
-    samples = parsed(watch, Look(state(), STORE, [WAITING], WITHOUT_WORKER, shared=SHARED))
+    samples = parsed(watch, Look(state(), STORE, [WAITING], shared=SHARED))
     assert samples["stoker_num_requests_running",] == 3
     assert samples["stoker_batch_occupancy_ratio",] == 3 / 8
     assert samples["stoker_num_requests_waiting", "generate"] == 3
@@ -140,18 +139,6 @@ def test_free_bytes_are_at_most_5_s_old(monkeypatch):
     watch.store = lambda: StoreUse(1, 2, next(free), 9, 0, 0)
     seen = [watch.look().store.disk_free_bytes for now[0] in (100.0, 104.9, 105.0, 109.9, 110.0)]
     assert seen == [5, 5, 4, 4, 3]
-
-
-def test_queues_without_a_worker_are_shown_only_while_redis_answers():
-    def refuse():
-        raise RedisUnavailable("Redis is away")
-
-    watch = Watch()
-    watch.queues, watch.without_worker = list, lambda: WITHOUT_WORKER
-    assert parsed(watch, watch.look())["stoker_num_requests_without_worker", "misspelt"] == 2
-    for watch.queues, watch.without_worker in ((refuse, lambda: WITHOUT_WORKER), (list, refuse)):
-        assert watch.look().without_worker == {}
-    assert watch.look().is_redis_up
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,15 @@
 """How a command of `stoker-worker` ends: by one line for an error that an operator can mend, and quietly."""
 
-import logging
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any, Final
+from typing import Final
 
 import click
 
 from stoker_shared.errors import StokerError
 from stoker_shared.text import printable
-from stoker_worker.cli.log_lines import is_journal, prefixed
 
 MISSING: Final = "the worker's packages are missing ({}); install them with: pip install 'stoker[worker]'"
 
@@ -42,14 +40,6 @@ def errors_in_one_line() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise _ErrorLine(MISSING.format(error.name)) from error
+        raise click.ClickException(MISSING.format(error.name)) from error
     except StokerError as error:
-        raise _ErrorLine(f"{type(error).__name__}: {error}") from error
-
-
-class _ErrorLine(click.ClickException):
-    """In the journal, an error by its priority too: it is the line that tells why a service does not start."""
-
-    def show(self, file: IO[Any] | None = None) -> None:
-        line = printable(f"Error: {self.format_message()}", lines=True)
-        click.echo(prefixed(line, logging.ERROR) if is_journal() else line, file=file, err=True)
+        raise click.ClickException(printable(f"{type(error).__name__}: {error}", lines=True)) from error

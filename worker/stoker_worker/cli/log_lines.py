@@ -2,10 +2,9 @@
 
 import json
 import logging
-import os
 import sys
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from stoker_shared.text import printable
 from stoker_worker.events import FIELDS
@@ -19,9 +18,8 @@ CHATTY = ("rq", "stoker_worker.rq", "httpx", "transformers")
 def configure_logging(settings: "WorkerSettings") -> None:
     handler = logging.StreamHandler(sys.stderr)
     is_json = settings.log_format == "json"
-    text_line = _JournalLine if is_journal() else _TextLine
     handler.setFormatter(
-        _JsonLine() if is_json else text_line("%(asctime)s %(levelname).1s %(threadName)-10s %(message)s")
+        _JsonLine() if is_json else _TextLine("%(asctime)s %(levelname).1s %(threadName)-10s %(message)s")
     )
     level = logging.DEBUG if settings.verbose else logging.WARNING if settings.quiet else logging.INFO
     logging.basicConfig(level=level, handlers=[handler])
@@ -40,11 +38,6 @@ class _TextLine(logging.Formatter):
         return printable(super().formatException(ei), lines=True)
 
 
-class _JournalLine(_TextLine):
-    def format(self, record: logging.LogRecord) -> str:
-        return prefixed(super().format(record), record.levelno)
-
-
 class _JsonLine(logging.Formatter):
     """``time`` (UTC), ``level``, ``thread``, ``message``; the fields of a job's event; ``traceback`` of an error."""
 
@@ -59,21 +52,3 @@ class _JsonLine(logging.Formatter):
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
-
-
-_PRIORITIES: Final = {logging.CRITICAL: 2, logging.ERROR: 3, logging.WARNING: 4, logging.INFO: 6, logging.DEBUG: 7}
-
-
-def is_journal() -> bool:
-    """True if stderr is the stream to the journal that systemd gave this process."""
-    try:
-        opened = os.fstat(sys.stderr.fileno())
-    except (OSError, ValueError, AttributeError):  # closed, or no file
-        return False
-    return os.environ.get("JOURNAL_STREAM") == f"{opened.st_dev}:{opened.st_ino}"
-
-
-def prefixed(text: str, level: int) -> str:
-    """The text with the priority before each of its lines: the journal makes an entry of each."""
-    priority = next((_PRIORITIES[known] for known in sorted(_PRIORITIES, reverse=True) if level >= known), 7)
-    return "\n".join(f"<{priority}>{line}" for line in text.split("\n"))

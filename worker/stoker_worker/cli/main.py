@@ -101,7 +101,7 @@ def _run(settings: "WorkerSettings") -> None:
         agents.start_upkeep()
         own = _own_store(settings, agents)
         queue = cleanup.enter_context(open_queue(settings, redis_url, store=own, model=provider.model))
-        watch.queues, watch.without_worker = queue.depths.read, queue.depths.without_worker
+        watch.queues = queue.depths.read
         worker = Worker(settings, queue.rq_queue, agents, provider, watch.metrics)
         watch.state = worker.state
         queue.registration.figures = watch.figures

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import PackageNotFoundError, version
@@ -44,7 +44,6 @@ class Look:
     """
     Attributes:
         store, queues: or the error that came instead; ``None`` while the worker has not got that far.
-        without_worker: jobs by queue, of queues that no live worker listens to; empty while the server is away.
         is_standing_by: it waits for another worker's name or store.
         started_at: when the worker was started, in Unix time.
         shared: of the shared store, if there is one.
@@ -53,7 +52,6 @@ class Look:
     state: WorkerState
     store: StoreUse | OSError | None
     queues: list[QueueDepth] | RedisUnavailable | None
-    without_worker: Mapping[str, int] = field(default_factory=dict)
     is_standing_by: bool = False
     started_at: float = 0.0
     shared: SharedUse | None = None
@@ -142,11 +140,6 @@ class _Shown(Collector):
             state.step_age_s,
         )  # fmt: skip
         if isinstance(queues, list):
-            yield _gauges(
-                "num_requests_without_worker",
-                "Jobs that wait in queues of this Redis server that no live worker listens to: the 100 queues with "
-                "most.", "queue", self._look.without_worker,
-            )  # fmt: skip
             yield _gauges(
                 "num_requests_waiting", "Jobs that wait in the queue.", "queue", {q.name: q.waiting for q in queues}
             )
@@ -239,7 +232,7 @@ class Watch:
     Attributes:
         metrics: for the stages.
         is_standby: it waits while another worker has its name or store.
-        state, store, queues, without_worker: where to look; set as these parts of the worker are made.
+        state, store, queues: where to look; set as these parts of the worker are made.
         shared_store: without I/O; the heartbeat looks there.
     """
 
@@ -249,7 +242,6 @@ class Watch:
         self.state: Callable[[], WorkerState] = WorkerState
         self.store: Callable[[], StoreUse] | None = None
         self.queues: Callable[[], list[QueueDepth]] | None = None
-        self.without_worker: Callable[[], Mapping[str, int]] = dict
         self.shared_store: Callable[[], SharedUse | None] = lambda: None
         self._rates = Rates(self.metrics)
         self._lock = threading.Lock()
@@ -263,22 +255,14 @@ class Watch:
 
     def look(self) -> Look:
         queues = self._queues()
-        without_worker = self._without_worker() if isinstance(queues, list) else {}
         is_standing_by = self.is_standby and queues is None
-        about = (without_worker, is_standing_by, self._started_at, self.shared_store())
-        return Look(self.state(), self._store(), queues, *about)
+        return Look(self.state(), self._store(), queues, is_standing_by, self._started_at, self.shared_store())
 
     def _queues(self) -> list[QueueDepth] | RedisUnavailable | None:
         try:
             return None if self.queues is None else self.queues()
         except RedisUnavailable as error:
             return error
-
-    def _without_worker(self) -> Mapping[str, int]:
-        try:
-            return self.without_worker()
-        except RedisUnavailable:  # since the look at the queues
-            return {}
 
     def _store(self) -> StoreUse | OSError | None:
         with self._lock:
