@@ -1,7 +1,7 @@
-"""The dashboard's own pages: the jobs of a queue, one job, and Stoker in place of the workers. Reads only.
+"""The dashboard's own pages: the jobs of a queue, and Stoker in place of the workers. Reads only.
 
-The figures of such a page are in an element `#live`. `live.js` fetches the page again, as often as rq-dashboard's
-scripts fetch their data, and replaces that element.
+Stoker's figures are in an element `#live`. `live.js` fetches the page again, as often as rq-dashboard's scripts fetch
+their data, and replaces that element.
 """
 
 import time
@@ -11,24 +11,12 @@ from typing import Any, Final
 from flask import Flask, Response, abort, current_app, make_response, render_template, url_for
 from jinja2 import ChoiceLoader, FileSystemLoader, PrefixLoader
 from redis import Redis
-from rq.job import Job
 from rq_dashboard import web
 
-from stoker.operations import Operation, ask, run
+from stoker.operations import run
 from stoker.overview import overview
-from stoker.presence import is_ours, live_workers
-from stoker.tables import (
-    DEAD,
-    job_table,
-    queue_table,
-    rate_text,
-    shared_store_table,
-    trouble_text,
-    worker_table,
-)
-from stoker.tickets import TicketStatus, status_of
-from stoker_shared.job_data import MAX_DATA_BYTES, read_json, unpacked
-from stoker_shared.wire import DEFAULT_QUEUE, REQUEST_KWARG
+from stoker.tables import job_table, queue_table, shared_store_table, trouble_text, worker_table
+from stoker_shared.wire import DEFAULT_QUEUE
 
 _TEMPLATES: Final = Path(__file__).parent / "templates"
 
@@ -40,76 +28,6 @@ def find_own_templates(app: Flask) -> None:
     """
     original = PrefixLoader({"original": web.blueprint.jinja_loader})
     app.jinja_loader = ChoiceLoader([FileSystemLoader(_TEMPLATES), original])
-
-
-def page(template: str, tab: str, **values: Any) -> Response:
-    """A page with these values.
-
-    Args:
-        tab: the tab that the navigation marks.
-    """
-    shared = {
-        "current_instance": 0,
-        "instance_list": current_app.config["RQ_DASHBOARD_REDIS_URL"],
-        "rq_url_prefix": url_for("rq_dashboard.queues_overview"),
-        "rq_dashboard_version": web.rq_dashboard_version,
-        "rq_version": web.rq_version,
-        "active_tab": tab,
-        "enable_delete": True,
-    }
-    response = make_response(render_template(template, **shared, **values))
-    response.headers["Cache-Control"] = "no-store"
-    return response
-
-
-_LEFT_BEHIND: Final = "no heartbeat: the job goes back to its queue when a worker starts; below are its last figures"
-
-
-def show_progress_of_jobs(app: Flask, connection: Redis) -> None:
-    """Show a job's agent, its place in the queue or its worker, stage, tokens and rate.
-
-    rq-dashboard shows of a running job that it is ``started``, and its raw ``meta``, as of 0.9.0.
-    """
-    app.view_functions["rq_dashboard.job_view"] = lambda instance_number, job_id: page(
-        "stoker_job.html", "jobs", id=job_id, facts=run(connection, facts_of(job_id))
-    )
-
-
-def facts_of(job_id: str) -> Operation[list[tuple[str, str]]]:
-    """Labels and texts.
-
-    Raises:
-        JobNotFound: no such job (any more).
-    """
-    status = yield from status_of(job_id)
-    data = yield from ask("HGET", Job.key_for(job_id), "data")
-    living = {worker.name for worker in (yield from live_workers())}
-    facts = [("State", _state(status)), ("Agent", _agent(data or b"") or "none")]
-    if status.worker:
-        facts.append(("Worker", status.worker))
-        if is_ours(status.worker) and status.worker not in living:
-            facts.append((DEAD, _LEFT_BEHIND))
-    if status.stage:
-        facts.append(("Stage", status.stage))
-        facts.append(("Tokens", str(status.tokens)))
-        facts.append(("Rate", f"{rate_text(status.tokens_per_s or 0.0)} tokens/s"))
-    return facts
-
-
-def _state(status: TicketStatus) -> str:
-    text = status.state
-    if status.position is not None:
-        text += f", {status.position} ahead of it" if status.position else ", next"
-    return f"{text}; {status.warning}" if status.warning else text
-
-
-def _agent(data: bytes) -> str | None:
-    try:
-        *_, kwargs = read_json(unpacked(data), MAX_DATA_BYTES)
-        agent = kwargs[REQUEST_KWARG]["agent_id"]
-    except (ValueError, TypeError, KeyError):  # not a job of stoker's
-        return None
-    return agent if isinstance(agent, str) else None
 
 
 def open_the_usual_queue(app: Flask) -> None:
@@ -139,9 +57,25 @@ def show_stoker_in_place_of_workers(app: Flask, connection: Redis) -> None:
         ]
         dead = {worker.name for worker in now.workers if not worker.is_alive}
         at = time.strftime("%H:%M:%S")
-        return page("stoker.html", "workers", trouble=trouble_text(now), tables=tables, dead=dead, at=at)
+        shown = {"trouble": trouble_text(now), "tables": tables, "dead": dead, "at": at}
+        response = make_response(render_template("stoker.html", **shown, **_around_it()))
+        response.headers["Cache-Control"] = "no-store"
+        return response
 
     # By this name it is a page of rq-dashboard's blueprint, with all that surrounds them.
     app.add_url_rule("/<int:instance_number>/view/stoker", "rq_dashboard.stoker", view)
     app.view_functions["rq_dashboard.workers_overview"] = view
     app.view_functions["rq_dashboard.list_workers"] = lambda instance_number: abort(404)
+
+
+def _around_it() -> dict[str, Any]:
+    """The values of rq-dashboard's own templates."""
+    return {
+        "current_instance": 0,
+        "instance_list": current_app.config["RQ_DASHBOARD_REDIS_URL"],
+        "rq_url_prefix": url_for("rq_dashboard.queues_overview"),
+        "rq_dashboard_version": web.rq_dashboard_version,
+        "rq_version": web.rq_version,
+        "active_tab": "workers",
+        "enable_delete": True,
+    }
