@@ -81,22 +81,6 @@ def test_a_stop_string_leaves_only_the_snapshot_before_it(layout):
     assert cut.cache.n_tokens == 90 + n_kept
 
 
-def test_layer_kinds_are_read_from_the_caches():
-    kinds = {name: {str(x.kind) for x in Layout(name).spec.layers} for name in CONFIGS}
-    assert kinds == {
-        "llama": {"full"},
-        "qwen2": {"full"},
-        "qwen3": {"full"},
-        "gemma3_text": {"window", "full"},
-        "gpt_oss": {"window", "full"},
-        "qwen3_moe": {"full"},
-        "qwen3_next": {"recurrent", "full"},
-        "lfm2": {"recurrent", "full"},
-        "mamba2": {"recurrent"},
-        "falcon_h1": {"recurrent", "full"},
-    }
-
-
 def test_bfloat16_states_come_back_bit_for_bit():
     import mlx.core as mx
 

@@ -1,4 +1,4 @@
-"""A process whose MLX thread has ended exits with its own exit code."""
+"""A process whose MLX threads have ended exits with its own exit code."""
 
 import subprocess
 import sys
@@ -7,8 +7,7 @@ import pytest
 
 pytestmark = [pytest.mark.mlx, pytest.mark.slow]
 
-PROCESS = """
-import threading
+ENGINE = """
 from stoker_worker.engine.provider import MlxProvider
 from stoker_worker.settings import WorkerSettings
 
@@ -17,14 +16,26 @@ def work():
     with mx.stream(mx.new_thread_local_stream(mx.default_device())):
         mx.eval(mx.random.normal((64, 64)) @ mx.ones((64, 64)))
     MlxProvider(WorkerSettings()).leave_thread()
+"""
+LOADER = """
+from stoker_worker.engine.transfer import MlxRoom
+from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
 
+def work():
+    room = MlxRoom(ModelCacheSpec((LayerSpec(LayerKind.FULL, 2, 8, 8),) * 3, "bfloat16"), 1000, 10)
+    for keys, values in room.layers():
+        keys[:], values[:] = 1, 2
+"""
+ON_A_THREAD = """
+import threading
 thread = threading.Thread(target=work)
 thread.start()
 thread.join()
 """
 
 
-def test_mlx_does_not_abort_the_process_on_its_way_out():
-    """Without `leave_thread` about one of three exits is an abort, so the test runs several."""
-    exits = [subprocess.run([sys.executable, "-c", PROCESS], check=False).returncode for _ in range(6)]
-    assert exits == [0] * 6
+@pytest.mark.parametrize("work", [ENGINE, LOADER], ids=["engine", "loader"])
+def test_mlx_does_not_abort_the_process_on_its_way_out(work):
+    """It aborts about one of three exits when a thread that has ended left streams, so the test runs several."""
+    process = [sys.executable, "-c", work + ON_A_THREAD]
+    assert [subprocess.run(process, check=False).returncode for _ in range(6)] == [0] * 6

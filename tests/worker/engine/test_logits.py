@@ -155,21 +155,6 @@ def test_penalties_and_ends_are_right_after_preemptions(crowd, batching):
     assert preempted > 10
 
 
-def test_penalties_are_right_after_a_step_that_broke(crowd, monkeypatch):
-    layout, works, answers = crowd
-    engine = layout.engine(max_batch=8)
-    real, calls = engine._advance, []
-
-    def breaks_once(outputs):
-        calls.append(1)
-        if len(calls) == 20:
-            raise RuntimeError("[malloc] unable to allocate")
-        return real(outputs)
-
-    monkeypatch.setattr(engine, "_advance", breaks_once)
-    assert [end.generated_ids for end in run(engine, works)] == answers
-
-
 def test_penalties_and_stop_tokens_are_right_with_drafts():
     layout, rng = repeating("llama", eos=False), random.Random(2)
     features = ({"frequency_penalty": 0.3}, {"presence_penalty": -1.5, "frequency_penalty": -0.2}, {})

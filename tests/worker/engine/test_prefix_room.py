@@ -1,8 +1,6 @@
 """The memory that a prefix is restored into: the engine goes on in it, and copies nothing."""
 
 import random
-import subprocess
-import sys
 import threading
 import time
 from typing import Any
@@ -110,29 +108,3 @@ def test_memory_that_is_in_use_elsewhere_fails_one_sequence_and_no_other(layout:
     while engine.in_flight:
         completions += engine.step()
     assert [(one.uid, one.outcome) for one in completions] == [(uid, "finished")]
-
-
-PROCESS = """
-import threading
-from stoker_worker.engine.transfer import MlxRoom
-from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
-
-made = []
-
-def load():
-    made.append(MlxRoom(ModelCacheSpec((LayerSpec(LayerKind.FULL, 2, 8, 8),) * 3, "bfloat16"), 1000, 10))
-    for keys, values in made[0].layers():
-        keys[:], values[:] = 1, 2
-
-thread = threading.Thread(target=load)
-thread.start()
-thread.join()
-made.clear()
-"""
-
-
-@pytest.mark.slow
-def test_a_process_whose_loader_thread_made_room_exits_in_order() -> None:
-    """MLX aborts when a thread that has ended left streams (see `test_leave_thread`)."""
-    exits = [subprocess.run([sys.executable, "-c", PROCESS], check=False).returncode for _ in range(6)]
-    assert exits == [0] * 6

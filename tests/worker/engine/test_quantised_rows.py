@@ -103,18 +103,6 @@ def test_a_cache_is_quantised_once_only(store_dtype):
     assert "Error: Value error, kv_bits" in said.output
 
 
-@pytest.mark.parametrize("kv_bits", ["4", "16", "x"])
-def test_other_numbers_of_bits_are_refused(kv_bits):
-    with pytest.raises(ValueError, match="kv_bits"):
-        read_settings({"kv_bits": kv_bits})
-
-
-def test_bits_may_come_from_the_environment(monkeypatch):
-    monkeypatch.setenv("STOKER_KV_BITS", "8")
-    assert read_settings({}).kv_bits == 8
-    assert read_settings({"store_dtype": "native"}).kv_bits == 8
-
-
 @pytest.mark.parametrize(("name", "reason"), [("llama", "heads have 8 elements"), ("mamba2", "no full attention")])
 def test_a_model_whose_caches_have_no_groups_is_refused(name, reason):
     from stoker_worker.models.cache_probe import read_cache_spec

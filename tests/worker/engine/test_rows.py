@@ -1,9 +1,10 @@
-"""A step of a long row copies little. That rows keep their keys and values is seen in the answers of other tests."""
+"""A step of a long row copies little, and a mask of the model's own is refused. Other tests compare the answers."""
 
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache
 
+from stoker_worker.engine.rows.attention import Part, RowsKV, attention
 from stoker_worker.engine.rows.groups import RowGroup
 from stoker_worker.engine.rows.row import Row
 
@@ -33,3 +34,12 @@ def test_a_step_of_a_long_row_copies_no_more_than_a_part_of_its_layers():
         most = max(most, mx.get_peak_memory() - before) if _ else 0
         group.begin_step()
     assert most < 8 * layer_bytes
+
+
+def test_rows_with_a_mask_that_the_model_has_made_itself_are_refused():
+    tokens = mx.ones((2, 1, 3, 4))
+    kv = RowsKV([Part(0, 2, None, is_chunk=False)], [tokens], [None])
+    queries = mx.ones((2, 1, 1, 4))
+    assert attention(queries, kv, kv, None, 1.0, None).shape == (2, 1, 1, 4)
+    with pytest.raises(ValueError, match="mask of its own"):
+        attention(queries, kv, kv, None, 1.0, mx.array([True, False, True]))

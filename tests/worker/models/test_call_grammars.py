@@ -11,7 +11,6 @@ from tests.worker.models.tool_formats import ARGUMENTS, CALLS, TOOL, wrapper
 from tests.worker.pipeline.answers import answer_to
 from tokenizers import AddedToken
 
-from stoker_shared.errors import GuideRefused
 from stoker_worker.models.answer_formats import answer_format
 from stoker_worker.models.guides import GrammarGuides
 
@@ -157,45 +156,3 @@ def test_one_of_several_tools_is_called_after_the_thinking_whatever_tokens_the_n
         thoughts += answer.reasoning is not None
     assert names == {one["function"]["name"] for one in tools}
     assert thoughts > 0
-
-
-LINKED = {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 9} for n in range(40)} | {"d40": {"enum": ["x"]}}
-NESTED = {
-    f"d{n}": {"type": "object", "properties": {key: {"$ref": f"#/$defs/d{n + 1}"} for key in "abcdef"}}
-    for n in range(40)
-} | {"d40": {"enum": ["x"]}}
-ODD = [
-    *({"type": kind} for kind in ("strin", ["string", {}], 3, None, [])),
-    *(
-        {"type": "string", key: value}
-        for key, value in (("minLength", "a"), ("maxLength", -1), ("enum", 3), ("enum", []))
-    ),
-    *({key: value} for key in ("anyOf", "oneOf", "allOf") for value in (3, [], [3], [{}, "x"])),
-    *({"$ref": ref} for ref in ("#", "#/$defs/none", "http://x/y", 3)),
-    {"$ref": "#/$defs/own"},
-    {"$ref": "#/$defs/d0"},
-    {"type": "array", "items": [3]},
-    {"type": "object", "properties": [3]},
-    {"not": {}},
-    3,
-    [],
-    None,
-]
-
-
-@pytest.mark.parametrize("parser", ["json_tools", None])
-def test_a_schema_that_is_none_or_refers_to_itself_is_refused_or_written(parser):
-    own = {"type": "object", "properties": {"x": {"$ref": "#/$defs/own"}, "y": {"$ref": "#/$defs/own"}}}
-    model, n_refused = Model(parser), 0
-    wholes = [{"properties": [3]}, {"required": 3}, {"required": [[]]}, {"$defs": 3}, {"anyOf": [{}]}]
-    for linked in (LINKED, NESTED):
-        inner = [{"properties": {"a": odd, "b": TEXT}, "$defs": {"own": own, **linked}} for odd in ODD]
-        for parameters in [*inner, *wholes]:
-            try:
-                guide = model.maker.guide_for(asked(tools=[tool(parameters)], tool_choice="required"), ())
-            except GuideRefused:
-                n_refused += 1
-            else:
-                assert guide is not None
-                assert guide.after(None) is not None
-    assert n_refused > 10

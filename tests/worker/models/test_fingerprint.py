@@ -141,16 +141,6 @@ def test_entries_of_other_models_stay_and_a_memo_that_cannot_be_written_is_no_er
     ModelFolder(folder, blocked).model_fingerprint(**PARTS)
 
 
-def test_other_users_may_not_read_the_memo(folder: Path, tmp_path: Path) -> None:
-    memo = tmp_path / "digests.json"
-    before = os.umask(0)
-    try:
-        ModelFolder(folder, memo).model_fingerprint(**PARTS)
-    finally:
-        os.umask(before)
-    assert memo.stat().st_mode & 0o777 == 0o600
-
-
 def test_two_links_to_one_weight_file_have_one_digest_each(folder: Path, hashed: list[str], tmp_path: Path) -> None:
     (folder / "model-00002-of-00002.safetensors").unlink()
     (folder / "model-00002-of-00002.safetensors").symlink_to(folder / "model-00001-of-00002.safetensors")

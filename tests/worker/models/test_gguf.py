@@ -163,36 +163,16 @@ def test_a_file_that_cannot_be_imported_exactly_is_refused_by_name_and_leaves_no
 
 
 @pytest.mark.mlx
-def test_one_matrix_of_a_type_that_mlx_would_convert_is_refused(tmp_path: Path) -> None:
-    ours, _ = random_weights(tied=True)
-    for name, array in list(ours.items()):
-        if array.ndim == 2:
-            ours[name] = packed("Q4_0", array.shape)
-    ours["blk.1.ffn_down.weight"] = ("Q6_K", (HIDDEN, 256), bytes(HIDDEN * 210))
-    file = write_gguf(tmp_path / "tiny.gguf", metadata("Q4_0"), ours)
-    with pytest.raises(ModelNotLoadable, match=r"blk\.1\.ffn_down\.weight"):
-        import_gguf(file, tmp_path / "tiny")
-
-
-@pytest.mark.mlx
-def test_a_file_that_ends_early_is_refused_wherever_it_ends(tmp_path: Path) -> None:
+def test_a_file_that_is_missing_of_another_format_or_ends_early_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotLoadable, match="No such file"):
+        import_gguf(tmp_path / "cut.gguf", tmp_path / "tiny")
     ours, _ = random_weights(tied=True)
     whole = write_gguf(tmp_path / "whole.gguf", metadata(), ours).read_bytes()
     cut = tmp_path / "cut.gguf"
     for length in (0, 3, 10, 40, 500, 3000, len(whole) // 2, len(whole) - 64):
-        cut.write_bytes(whole[:length])
+        cut.write_bytes(whole[:length] or b"hello world")
         with pytest.raises(ModelNotLoadable, match=r"cut\.gguf"):
             import_gguf(cut, tmp_path / "tiny")
-
-
-@pytest.mark.mlx
-@pytest.mark.parametrize("content", [None, b"hello world"])
-def test_a_file_that_is_missing_or_of_another_format_is_refused(tmp_path: Path, content: bytes | None) -> None:
-    file = tmp_path / "x.gguf"
-    if content is not None:
-        file.write_bytes(content)
-    with pytest.raises(ModelNotLoadable, match="No such file" if content is None else r"x\.gguf"):
-        import_gguf(file, tmp_path / "x")
 
 
 @pytest.mark.mlx
