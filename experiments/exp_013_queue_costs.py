@@ -139,29 +139,23 @@ def render(content: Json, results: Path) -> Report:
         {**rate, **claims["one busy agent's"]},
         "a claim {claim_ms[p50]} ms; {ratio[median]} times the jobs per second of RQ's SimpleWorker (asked: 1.5)",
     )
-    parts = {"summary": summary, "claims": _claims(claims), "rates": columns([rate], RATES), "steps": _steps(step)}
-    return Report("queue costs", number, parts)
+    shown = [{**row, "name": name, "idle": "{p50} / {p95}".format(**row["idle_ms"]) if row["idle_ms"] else "-"}
+             for name, row in claims.items()]  # fmt: skip
+    steps = [{"name": "idle", **step["idle_ms"]}, {"name": f"{step['jobs_per_s']} jobs/s", **step["busy_ms"]}]
+    parts = {"claims": columns(shown, CLAIMS), "rates": columns([rate], RATES), "steps": columns(steps, STEPS)}
+    return Report("queue costs", number, {"summary": summary, **parts})
 
 
-def _claims(claims: Json) -> str:
-    rows = [{**row, "name": name, "idle": "{p50} / {p95}".format(**row["idle_ms"]) if row["idle_ms"] else "-"}
-            for name, row in claims.items()]  # fmt: skip
-    return columns(rows, {
-        "jobs of": "{name}", "waiting": "{waiting}", "claim p50 ms": "{claim_ms[p50]}", "p95": "{claim_ms[p95]}",
-        "max": "{claim_ms[max]}", "n": "{claim_ms[n]}", "idle look p50 / p95 ms": "{idle}",
-        "first looks": "{first[looks]}, worst {first[worst_ms]} ms", "length true": "{length_true}",
-    })  # fmt: skip
-
-
+CLAIMS = {
+    "jobs of": "{name}", "waiting": "{waiting}", "claim p50 ms": "{claim_ms[p50]}", "p95": "{claim_ms[p95]}",
+    "max": "{claim_ms[max]}", "n": "{claim_ms[n]}", "idle look p50 / p95 ms": "{idle}",
+    "first looks": "{first[looks]}, worst {first[worst_ms]} ms", "length true": "{length_true}",
+}  # fmt: skip
 RATES = {"jobs": "{jobs}", "stoker, jobs/s": "{ours_per_s:g}", "SimpleWorker, jobs/s": "{stock_per_s:g}",
          "ratio": "{ratio:g}", "rounds": "{ratio[n]}"}  # fmt: skip
 
 
-def _steps(step: Json) -> str:
-    rows = [{"name": "idle", **step["idle_ms"]}, {"name": f"{step['jobs_per_s']} jobs/s", **step["busy_ms"]}]
-    return columns(
-        rows, {"": "{name}", "p50 ms": "{p50}", "p95": "{p95}", "p99": "{p99}", "max": "{max}", "steps": "{n}"}
-    )
+STEPS = {"": "{name}", "p50 ms": "{p50}", "p95": "{p95}", "p99": "{p99}", "max": "{max}", "steps": "{n}"}
 
 
 if __name__ == "__main__":

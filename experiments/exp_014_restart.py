@@ -194,8 +194,19 @@ def render(content: Json, results: Path) -> Report:
     found, steps = content["rounds"], content["steps"]
     kinds = {"term": found["ratio"]["SIGTERM"], "kill": found["ratio"]["SIGKILL"]}
     number = f"a round after a restart: {found['ratio']['SIGTERM']['median']} times a round without one"
-    parts = {"summary": say({**content, **kinds}, SUMMARY), "rounds": _rounds(found), "steps": _steps(steps)}
-    return Report("a restart, and a long memory coming back", number, parts)
+    rounds = [
+        {"kind": _ROUNDS[kind], "round": span(found["round_s"][kind], " s"), "ratio": found["ratio"].get(kind),
+         "sources": ", ".join(f"{n} {source}" for source, n in sources.items())}
+        for kind, sources in found["sources"].items()
+    ]  # fmt: skip
+    longest = [{"name": name, "ms": span(taken, " ms"), "n": taken["n"],
+                **{part: steps[part][name] for part in ("p95_over_quiet", "longest_over_quiet")}}
+               for name, taken in steps["step_ms"].items()]  # fmt: skip
+    return Report("a restart, and a long memory coming back", number, {
+        "summary": say({**content, **kinds}, SUMMARY),
+        "rounds": columns(rounds, ROUNDS_SHOWN) + say({**found, "started": span(found["start_s"], " s")}, STARTS),
+        "steps": columns(longest, STEPS),
+    })  # fmt: skip
 
 
 SUMMARY = (
@@ -209,29 +220,18 @@ SUMMARY = (
 )
 
 
-def _rounds(found: Json) -> str:
-    rows = [
-        {"kind": _ROUNDS[kind], "round": span(found["round_s"][kind], " s"), "ratio": found["ratio"].get(kind),
-         "sources": ", ".join(f"{n} {source}" for source, n in sources.items())}
-        for kind, sources in found["sources"].items()
-    ]  # fmt: skip
-    head = {"the worker": "{kind}", "a round: median (least to most)": "{round}",
-            "times the round without a restart": "{ratio}", "sources of the caches": "{sources}"}  # fmt: skip
-    said = (
-        "Start of the worker until it is ready: {started}. Stored tokens that were prefilled again, at most: "
-        "{stored_tokens_prefilled_again}. Load average of the machine after each round: {load_average}."
-    )
-    return f"{columns(rows, head)}\n\n{say({**found, 'started': span(found['start_s'], ' s')}, said)}"
-
-
-def _steps(steps: Json) -> str:
-    parts = ("p95_over_quiet", "longest_over_quiet")
-    rows = [{"name": name, "ms": span(taken, " ms"), "n": taken["n"], **{part: steps[part][name] for part in parts}}
-            for name, taken in steps["step_ms"].items()]  # fmt: skip
-    return columns(rows, {
-        "meanwhile": "{name}", "step, median (least to most)": "{ms}", "steps": "{n}",
-        "95th percentile / quiet": "{p95_over_quiet}", "longest / quiet": "{longest_over_quiet}",
-    })  # fmt: skip
+ROUNDS_SHOWN = {
+    "the worker": "{kind}", "a round: median (least to most)": "{round}",
+    "times the round without a restart": "{ratio}", "sources of the caches": "{sources}",
+}  # fmt: skip
+STARTS = (
+    "\n\nStart of the worker until it is ready: {started}. Stored tokens that were prefilled again, at most: "
+    "{stored_tokens_prefilled_again}. Load average of the machine after each round: {load_average}."
+)
+STEPS = {
+    "meanwhile": "{name}", "step, median (least to most)": "{ms}", "steps": "{n}",
+    "95th percentile / quiet": "{p95_over_quiet}", "longest / quiet": "{longest_over_quiet}",
+}  # fmt: skip
 
 
 if __name__ == "__main__":

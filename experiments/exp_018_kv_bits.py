@@ -147,26 +147,6 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     }
 
 
-def render(content: Json, results: Path) -> Report:
-    ratio, change = content["capacity"][-1]["ratio"], percent(content["perplexity_ratio"])
-    summary = (
-        f"{ratio} times the sequences of a 16-bit cache at {change} perplexity; a decode step takes "
-        f"{content['decoding']['step_ratio']['median']} times as long."
-    )
-    ends = ", ".join(map(str, content["greedy"]["first_differences"])) or "none"
-    return Report(
-        "keys and values in 8 bits",
-        f"beside a 16-bit cache {ratio} times the sequences at {change} perplexity",
-        {
-            "summary": summary,
-            "capacity": columns(content["capacity"], CAPACITY),
-            "likelihoods": _likelihoods(content),
-            "greedy": say({**content["greedy"], "ends": ends}, GREEDY),
-            "decoding": _decoding(content["decoding"]),
-        },
-    )
-
-
 CAPACITY = {
     "cache": "{dtype}", "bytes per token": "{native[bytes_per_token]}", "in 8 bits": "{8 bits[bytes_per_token]}",
     "sequences in 8 GiB": "{native[sequences]}", "with 8 bits": "{8 bits[sequences]}", "ratio": "{ratio}",
@@ -186,19 +166,28 @@ GREEDY = (
 )
 
 
-def _likelihoods(content: Json) -> str:
-    rows = [{**row, "change": percent(row["perplexity_ratio"], 3)} for row in content["likelihoods"]]
-    change, at_rest = (percent(content[name], 3) for name in ("perplexity_ratio", "at_rest_perplexity_ratio"))
-    return columns(rows, LIKELIHOODS) + say({**content, "change": change, "at_rest": at_rest}, MEANS)
+STEPS = {"cache": "{name}", "bytes of the batch's caches": "{bytes}", "a step, ms": "{ms:.3g}"}
+DECODING = (
+    "{rows} sequences of {tokens} tokens.\n\n{shown}\n\nRatio of bytes {bytes_ratio}; of a step's time "
+    "{step_ratio[median]} ({step_ratio[min]} to {step_ratio[max]}, n {step_ratio[n]})."
+)
 
 
-def _decoding(steps: Json) -> str:
+def render(content: Json, results: Path) -> Report:
+    ratio, change, steps = content["capacity"][-1]["ratio"], content["perplexity_ratio"], content["decoding"]
+    texts = [{**row, "change": percent(row["perplexity_ratio"], 3)} for row in content["likelihoods"]]
+    means = {"change": percent(change, 3), "at_rest": percent(content["at_rest_perplexity_ratio"], 3)}
+    ends = ", ".join(map(str, content["greedy"]["first_differences"])) or "none"
     rows = [{"name": name, "bytes": steps["cache_bytes"][name], "ms": ms} for name, ms in steps["step_ms"].items()]
-    shown = columns(rows, {"cache": "{name}", "bytes of the batch's caches": "{bytes}", "a step, ms": "{ms:.3g}"})
-    return say({**steps, "shown": shown}, (
-        "{rows} sequences of {tokens} tokens.\n\n{shown}\n\nRatio of bytes {bytes_ratio}; of a step's time "
-        "{step_ratio[median]} ({step_ratio[min]} to {step_ratio[max]}, n {step_ratio[n]})."
-    ))  # fmt: skip
+    number = f"beside a 16-bit cache {ratio} times the sequences at {percent(change)} perplexity"
+    return Report("keys and values in 8 bits", number, {
+        "summary": f"{ratio} times the sequences of a 16-bit cache at {percent(change)} perplexity; a decode step "
+                   f"takes {steps['step_ratio']['median']} times as long.",
+        "capacity": columns(content["capacity"], CAPACITY),
+        "likelihoods": columns(texts, LIKELIHOODS) + say({**content, **means}, MEANS),
+        "greedy": say({**content["greedy"], "ends": ends}, GREEDY),
+        "decoding": say({**steps, "shown": columns(rows, STEPS)}, DECODING),
+    })  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -120,14 +120,8 @@ def regrets(lines: Sequence[Line], begun: Sequence[str], tokens: float) -> dict[
     """What each way of choosing costs above an oracle that knows the accuracies, summed up line by line."""
     best = [min(expected(line, model, tokens) for model in MODELS) for line in lines]
     ways = {"stoker": begun, "small first": ["small"] * len(lines), "large alone": ["large"] * len(lines)}
-    return {
-        name: list(
-            accumulate(
-                expected(line, first, tokens) - least for line, first, least in zip(lines, way, best, strict=True)
-            )
-        )
-        for name, way in ways.items()
-    }
+    costs = {name: [expected(*one, tokens) for one in zip(lines, way, strict=True)] for name, way in ways.items()}
+    return {name: list(accumulate(a - b for a, b in zip(each, best, strict=True))) for name, each in costs.items()}
 
 
 def followed_after(lines: Sequence[Line], begun: Sequence[str]) -> int | None:
@@ -182,7 +176,6 @@ def run(folder: Path, *, quick: bool) -> Json:
         "followed_after_lines": after,
         "measured_ms_per_token": {model: round(1000 * (cost or 0), 4) for model, cost in measured.items()},
         "begun_with_small_percent": _by_task(lines, begun),
-        "regret_ms": {name: round(curve[-1]) for name, curve in curves.items()},
         "curves": {name: [round(value) for value in curve[::step]] for name, curve in curves.items()},
         "curve_step": step,
     }
@@ -220,26 +213,20 @@ def render(content: Json, results: Path) -> Report:
         f"with the large one within {'no' if after is None else after} lines."
     )
     number = f"{accepted} % accepted (large alone: {alone} %) at {cost} % of its cost"
-    parts = {"summary": summary, "cost": _costs(content), "begun": _begun(content)}
+    begun = [{"task": task, "parts": parts} for task, parts in content["begun_with_small_percent"].items()]
+    parts = {"summary": summary, "cost": columns([content], COSTS), "begun": columns(begun, BEGUN)}
     return Report("a cheaper model first", number, parts)
 
 
-def _costs(content: Json) -> str:
-    before, since = content["cost_percent_before_and_since"]
-    row = {**content, "parts": f"{before}, {since}"}
-    return columns([row], {
-        "lines": "{lines}", "turned bad at": "{turned_bad_at}", "accepted %": "{accepted_percent}",
-        "large alone %": "{large_alone_percent}", "cost, % of the large one's": "{cost_percent}",
-        "before, since": "{parts}", "oracle's cost %": "{oracle_cost_percent}",
-        "followed after lines": "{followed_after_lines}", "lines/s": "{lines_per_s}",
-        "measured ms a token, small": "{measured_ms_per_token[small]}", "large": "{measured_ms_per_token[large]}",
-    })  # fmt: skip
-
-
-def _begun(content: Json) -> str:
-    rows = [{"task": task, "before": before, "after": after}
-            for task, (before, after) in content["begun_with_small_percent"].items()]  # fmt: skip
-    return columns(rows, {"class": "{task}", "begun with small %, before it turns bad": "{before}", "since": "{after}"})
+COSTS = {
+    "lines": "{lines}", "turned bad at": "{turned_bad_at}", "accepted %": "{accepted_percent}",
+    "large alone %": "{large_alone_percent}", "cost, % of the large one's": "{cost_percent}",
+    "before, since": "{cost_percent_before_and_since[0]}, {cost_percent_before_and_since[1]}",
+    "oracle's cost %": "{oracle_cost_percent}", "followed after lines": "{followed_after_lines}",
+    "lines/s": "{lines_per_s}", "measured ms a token, small": "{measured_ms_per_token[small]}",
+    "large": "{measured_ms_per_token[large]}",
+}  # fmt: skip
+BEGUN = {"class": "{task}", "begun with small %, before it turns bad": "{parts[0]}", "since": "{parts[1]}"}
 
 
 def plot(content: Json, results: Path) -> None:

@@ -187,7 +187,8 @@ def render(content: Json, results: Path) -> Report:
         f"{loads[0]['ratio']['median']} times the speed where an answer quotes its context; "
         f"{loads[1]['ratio']['median']} elsewhere"
     )
-    parts = {"summary": _summary(loads), "loads": _loads(loads)}
+    rows = [{**load, "who": load["kind"].replace("other", "others"), "at_a_time": _rows(load)} for load in loads]
+    parts = {"summary": _summary(loads), "loads": columns(rows, LOADS)}
     return Report("drafts from a row's own context", number, parts)
 
 
@@ -211,18 +212,13 @@ def _rows(load: Json) -> str:
     return f"{rows}, temperature {load['temperature']}" if load["temperature"] else rows
 
 
-def _loads(loads: list[Json]) -> str:
-    rows = [
-        {**load, "who": load["kind"].replace("other", "others"), "at_a_time": _rows(load),
-         "without": load["tokens_per_s"][0], "with": load["tokens_per_s"][1]}
-        for load in loads
-    ]  # fmt: skip
-    return columns(rows, {
-        "answers": "{who}", "at a time": "{at_a_time}",
-        "tokens/s: without, with": "{without[median]:.3g}, {with[median]:.3g}", "with / without": "{ratio:.3g}",
-        "rounds": "{ratio[n]}", "tokens": "{tokens}", "steps: without, with": "{steps[0]}, {steps[1]}",
-        "drafted": "{drafted}", "right": "{accepted}", "same answers": "{same_answers} of {answers}",
-    })  # fmt: skip
+LOADS = {
+    "answers": "{who}", "at a time": "{at_a_time}",
+    "tokens/s: without, with": "{tokens_per_s[0][median]:.3g}, {tokens_per_s[1][median]:.3g}",
+    "with / without": "{ratio:.3g}", "rounds": "{ratio[n]}", "tokens": "{tokens}",
+    "steps: without, with": "{steps[0]}, {steps[1]}", "drafted": "{drafted}", "right": "{accepted}",
+    "same answers": "{same_answers} of {answers}",
+}  # fmt: skip
 
 
 def plot(content: Json, results: Path) -> None:
