@@ -3,6 +3,7 @@ are made from that JSON. No MLX."""
 
 import argparse
 import json
+import logging
 import os
 import re
 import tempfile
@@ -12,13 +13,14 @@ from datetime import date
 from functools import partial
 from pathlib import Path
 
-from common import HERE, Json
+from common import HERE, Json, machine, server_machine
 from report import Report, indexed, written
 from source import source
 
+from stoker_worker.embedded_redis import EmbeddedServer
+
 Run = Callable[..., Json]
-"""Called with ``quick``, it returns the results: among them are the ``machine`` and the ``verdict``, which has the
-criteria by name."""
+"""Called with ``quick``, it returns the results: among them is the ``verdict``, which has the criteria by name."""
 Render = Callable[[Json, Path], Report]
 """Called with the results and the plot's folder; it also makes the plot."""
 
@@ -31,31 +33,38 @@ def arguments(about: str, *, model: bool, more: Mapping[str, Json] | None = None
         more: options of this experiment alone: name, which has underscores, and what `add_argument` takes.
     """
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
-    parser.add_argument(
-        "--quick", action="store_true", help="a few prompts and repetitions, to check that the script still works"
-    )
-    parser.add_argument("--out", type=Path, default=HERE, help="folder for the report and its results/")
-    parser.add_argument("--render", action="store_true", help="only rewrite the report from the results that exist")
+    add = parser.add_argument
+    add("--quick", action="store_true", help="a few prompts and repetitions, to check that the script still works")
+    add("--out", type=Path, default=HERE, help="folder for the report and its results/")
+    add("--render", action="store_true", help="only rewrite the report from the results that exist")
     if model:
-        add_model(parser)
+        add("--model", help="mlx-lm folder or Hugging Face repo; default: SmolLM2-135M-Instruct")
+        exact = "exact results are promised for float32 only"
+        add("--dtype", choices=("float32", "auto"), default="float32", help=exact)
     for name, about_it in (more or {}).items():
-        parser.add_argument("--" + name.replace("_", "-"), **about_it)
+        add("--" + name.replace("_", "-"), **about_it)
     return parser.parse_args()
-
-
-def add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", help="mlx-lm folder or Hugging Face repo; default: SmolLM2-135M-Instruct")
-    dtypes = ("float32", "auto")
-    parser.add_argument(
-        "--dtype", choices=dtypes, default=dtypes[0], help="exact results are promised for float32 only"
-    )
 
 
 def main(about: str, number: str, run: Run, render: Render) -> None:
     """The command of an experiment without a model: it calls `run(folder, quick=...)` with a temporary folder."""
-    args = arguments(about, model=False)
-    with tempfile.TemporaryDirectory() as folder:
-        finish(args, number, partial(run, Path(folder)), render)
+
+    def of_run(*, quick: bool) -> Json:
+        with tempfile.TemporaryDirectory() as folder:
+            return {"machine": machine(), **run(Path(folder), quick=quick)}  # which loads the BLAS library before
+
+    finish(arguments(about, model=False), number, of_run, render)
+
+
+def server_main(about: str, number: str, run: Run, render: Render) -> None:
+    """The same with a Redis server of its own and without MLX: `run(url, folder, quick=...)`."""
+
+    def of_run(*, quick: bool) -> Json:
+        logging.disable(logging.WARNING)
+        with tempfile.TemporaryDirectory() as folder, EmbeddedServer(Path(folder) / "redis") as server:
+            return {"machine": server_machine(server.url), **run(server.url, Path(folder), quick=quick)}
+
+    finish(arguments(about, model=False), number, of_run, render)
 
 
 def finish(args: argparse.Namespace, number: str, run: Run, render: Render) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from redis import Redis
 
 HERE = Path(__file__).resolve().parent
 Json = dict[str, Any]
@@ -45,9 +46,10 @@ def machine(model: Mapping[str, Any] | None = None) -> Json:
     }
 
 
-def server_machine(connection: Any) -> Json:
+def server_machine(url: str) -> Json:
     """As `machine`, for an experiment with a Redis server of its own and without MLX."""
-    facts = connection.info("server")
+    with Redis.from_url(url) as connection:
+        facts: Any = connection.info("server")
     server = f"{facts.get('server_name', 'redis')} {facts['redis_version']}"
     software = {"sqlite": sqlite3.sqlite_version, "rq": version("rq"), "redis_py": version("redis"), "server": server}
     return hardware() | software

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from command import main
-from common import Json, in_turn, machine, note, ratios
+from common import Json, in_turn, note, ratios
 from random_models import RandomModel, random_ids
 from report import Report, columns, say
 from works import work
@@ -149,7 +149,7 @@ def leaks(jobs: int) -> Json:
 
 
 def run(folder: Path, *, quick: bool) -> Json:
-    kinds, facts = {}, machine()  # loads the BLAS library
+    kinds = {}
     for name, make in (("pool", pool_cycle), ("join", join_cycle), ("step", step_cycle)):
         note(name)
         kinds[name] = one_kind(make, 1 if quick else ROUNDS)
@@ -160,7 +160,7 @@ def run(folder: Path, *, quick: bool) -> Json:
         "at_most_twice_as_long_at_10000_blocks": all(kind["ratio"]["median"] <= RATIO for kind in kinds.values()),
         "nothing_leaked": _nothing_leaked(leak),
     }
-    return {"machine": facts, "verdict": verdict, "kinds": kinds, "leak": leak}
+    return {"verdict": verdict, "kinds": kinds, "leak": leak}
 
 
 def _nothing_leaked(leak: Json) -> bool:

@@ -16,7 +16,7 @@ from bench import Bench, main
 from common import Json, difference, note, spread
 from prompts import text_of
 from random_models import RandomModel, random_ids
-from report import Report, columns, figure, lines, span, table, yes
+from report import Report, columns, figure, lines, yes
 from timed_turns import COLD, DISK, RAM, Turns
 
 from stoker_worker.memory.store import AgentCacheStore
@@ -178,38 +178,42 @@ def _bytes(found: Json) -> str:
     })  # fmt: skip
 
 
-def _answers(rows: list[Json]) -> str:
-    def same(found: Json) -> str:
-        return f"{found['answers']} the same" if found["different"] == 1 else f"{found['different']} DIFFERENT"
+SPEEDS = {
+    "tokens of context": "{tokens}", "expected": "{expected}", "without cache, s": "{no cache[answer_s]}",
+    "from disk, s": "{disk[answer_s]}", "from RAM, s": "{memory[answer_s]}", "disk: times as fast": "{of_disk}",
+    "RAM: times as fast": "{of_ram}", "met": "{met}", "a further token, ms": "{decode_ms}",
+}  # fmt: skip
+ANSWERS = {
+    "prompt": "{prompt}", "tokens": "{tokens}", "greedy": "{same[greedy]}", "as mlx-lm's": "{as_mlx_lms}",
+    "seeded": "{same[seeded]}", "unlike the greedy one": "{unlike}",
+}  # fmt: skip
 
-    lines = [
-        (row["prompt"], row["tokens"], same(row["greedy"]),
-         yes(row["differs_from_mlx_lm_at"] is None), same(row["seeded"]),
-         yes(row["seeded"]["first"] != row["greedy"]["first"], "no"))
-        for row in rows
-    ]  # fmt: skip
-    return table(("prompt", "tokens", "greedy", "as mlx-lm's", "seeded", "unlike the greedy one"), lines)
+
+def _answers(rows: list[Json]) -> str:
+    shown = []
+    for row in rows:
+        same = {kind: f"{row[kind]['answers']} the same" if row[kind]["different"] == 1
+                else f"{row[kind]['different']} DIFFERENT" for kind in ("greedy", "seeded")}  # fmt: skip
+        unlike = yes(row["seeded"]["first"] != row["greedy"]["first"], "no")
+        shown.append({**row, "same": same, "as_mlx_lms": row["differs_from_mlx_lm_at"] is None, "unlike": unlike})
+    return columns(shown, ANSWERS)
 
 
 def _speeds(rows: list[Json]) -> str:
-    head = ("tokens of context", "expected", "without cache, s", "from disk, s", "from RAM, s", "disk: times as fast",
-            "RAM: times as fast", "met", "a further token, ms")  # fmt: skip
-    lines = []
+    shown = []
     for row in rows:
-        expected = EXPECTED.get(row["tokens"], "")
-        met = ("yes" if _whole(row)["median"] >= float(expected.split()[0]) else "no") if expected else ""
-        seconds = [span(row[source]["answer_s"]) for source in ("no cache", "disk", "memory")]
-        speedups = [span(row[source]["speedup"][f"{row['generated']}"]) for source in ("disk", "memory")]
-        lines.append((row["tokens"], expected, *seconds, *speedups, met, row["decode_ms"]))
-    return table(head, lines)
+        expected, n = EXPECTED.get(row["tokens"], ""), f"{row['generated']}"
+        met = yes(_whole(row)["median"] >= ASKED[row["tokens"]], "no") if expected else ""
+        of = {"of_disk": row["disk"]["speedup"][n], "of_ram": row["memory"]["speedup"][n]}
+        shown.append({**row, "expected": expected, "met": met, **of})
+    return columns(shown, SPEEDS)
 
 
 def _lengths(rows: list[Json]) -> str:
     """By the length of the answer: a short one gains more."""
-    lengths = list(rows[0]["memory"]["speedup"])
-    lines = [(row["tokens"], *(span(row["memory"]["speedup"][n]) for n in lengths)) for row in rows]
-    heads = [f"{n} token{'' if n == '1' else 's'}" for n in lengths]
-    return table(("tokens of context", *heads), lines)
+    shown = [{**row, **{f"of {n}": found for n, found in row["memory"]["speedup"].items()}} for row in rows]
+    heads = {f"{n} token{'' if n == '1' else 's'}": f"{{of {n}}}" for n in rows[0]["memory"]["speedup"]}
+    return columns(shown, {"tokens of context": "{tokens}", **heads})
 
 
 def plot(content: Json, results: Path) -> None:

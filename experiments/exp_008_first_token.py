@@ -9,7 +9,7 @@ import random
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ import numpy as np
 from bench import Bench, main
 from common import Json, drop_from_memory, in_turn, note, ratios, spread, timed
 from prompts import text_of
-from report import Report, columns, figure, lines, say, span, table, yes
+from report import Report, columns, figure, lines, say, yes
 from timed_turns import COLD, DISK, RAM, Turns
 
 DROPPED: Final = "disk, dropped"
@@ -101,6 +101,7 @@ class Length:
         self.ids = bench.encode(self.text)
         self._fields = {"agent_id": self.name, "prompt": self.text, "max_tokens": 2, "cache_salt": self.name}
         self._turns, self._mlx_lm = turns, mlx_lm
+        self._n_bytes = (len(self.ids) - 1) * bench.model.spec.bytes_per_token
         self.seconds: dict[str, list[float]] = {}
         self.read_mb: dict[str, list[float]] = {DROPPED: [], MLX_DROPPED: []}
         self.tokens: set[int] = set()
@@ -134,11 +135,7 @@ class Length:
             for name in order:
                 self._note(name, ways[name]())
 
-    def found(self, n_bytes: int) -> Json:
-        """
-        Args:
-            n_bytes: of the cache that is restored.
-        """
+    def found(self) -> Json:
         cold = {name: statistics.median(self.seconds[name]) for name in (COLD, MLX_COLD)}
         speedups = {
             name: spread([cold[of] / s for s in self.seconds[name]], digits=1)
@@ -147,13 +144,13 @@ class Length:
         }
         return {
             "tokens": len(self.ids),
-            "mb": round(n_bytes / 1e6, 1),
+            "mb": round(self._n_bytes / 1e6, 1),
             "first_token_ms": {
                 name: spread([1000 * s for s in found], digits=1) for name, found in self.seconds.items()
             },
             "speedup": speedups,
             "disk_over_ram": ratios(self.seconds[DISK], self.seconds[RAM]),
-            "copy_ms": spread(copies_ms(n_bytes, 5), digits=1),
+            "copy_ms": spread(copies_ms(self._n_bytes, 5), digits=1),
             "read_from_disk_mb": {name: spread(found, digits=1) for name, found in self.read_mb.items()},
             "same_token": len(self.tokens) == 1,
         }
@@ -181,19 +178,25 @@ def copies_ms(n_bytes: int, repeats: int) -> list[float]:
     return [timed(partial(np.copyto, target, source)) for _ in range(repeats)]
 
 
-def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
-    plan = {64: 1, 256: 1} if quick else {256: 3, 512: 3, 1024: 3, 2048: 2, 4096: 2}
-    rows = []
+def measured(bench: Bench, folder: Path, lengths: Mapping[int, int], warm_rounds: int) -> Iterator[Json]:
+    """
+    Args:
+        lengths: tokens of the prompts, and how often each is asked without a cache. A short one is the warm-up.
+        warm_rounds: of all ways with a cache.
+    """
     with closing(Turns(bench, folder)) as turns:
         mlx_lm = MlxLm(bench, folder / "mlx-lm")
-        warm_up = Length(bench, turns, mlx_lm, 32)
-        warm_up.ask_cold(1)
-        warm_up.ask_warm(1)
-        for n_tokens, cold_rounds in plan.items():
+        for n_tokens, cold_rounds in {32: 1, **lengths}.items():
             length = Length(bench, turns, mlx_lm, n_tokens)
             length.ask_cold(cold_rounds)
-            length.ask_warm(2 if quick else 9)
-            rows.append(length.found((len(length.ids) - 1) * bench.model.spec.bytes_per_token))
+            length.ask_warm(warm_rounds if n_tokens in lengths else 1)
+            if n_tokens in lengths:
+                yield length.found()
+
+
+def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
+    lengths = {64: 1, 256: 1} if quick else {256: 3, 512: 3, 1024: 3, 2048: 2, 4096: 2}
+    rows = list(measured(bench, folder, lengths, 2 if quick else 9))
     verdict = {
         "a_larger_gain_than_mlx_lms_file_at_every_length": all(
             row["speedup"][DISK]["median"] > row["speedup"][MLX_FILE]["median"] for row in rows
@@ -208,24 +211,15 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
 def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
     """Two or three lengths, each asked three times without a cache, and five times by each way with one."""
     lengths = (256, 1024, 4096) if bench.on_gpu else (256, 1024)
-    with closing(Turns(bench, folder)) as turns:
-        mlx_lm = MlxLm(bench, folder / "mlx-lm")
-        for n_tokens in (32, *lengths):
-            length = Length(bench, turns, mlx_lm, n_tokens)
-            length.ask_cold(1 if n_tokens == 32 else 3)
-            length.ask_warm(1 if n_tokens == 32 else 5)
-            if n_tokens == 32:  # a warm-up
-                continue
-            found = length.found((len(length.ids) - 1) * bench.model.spec.bytes_per_token)
-            theirs = found["speedup"][MLX_FILE]["median"]
-            ms = found["first_token_ms"]
-            yield {"what": f"first token: without a cache / from disk, in time: {n_tokens} tokens",
-                   "ratio": found["speedup"][DISK], "asked": f"over {theirs} (mlx-lm's own file)",
-                   "first": ms[COLD], "second": ms[DISK], "unit": "ms", "equal": found["same_token"],
-                   "headline": "restore" if n_tokens == lengths[-1] else ""}  # fmt: skip
-            yield {"what": f"first token: from disk / from RAM, in time: {n_tokens} tokens",
-                   "ratio": found["disk_over_ram"], "asked": "1 to 1.15", "first": ms[DISK], "second": ms[RAM],
-                   "unit": "ms", "equal": found["same_token"]}  # fmt: skip
+    for found in measured(bench, folder, dict.fromkeys(lengths, 3), 5):
+        theirs, ms, tokens = found["speedup"][MLX_FILE]["median"], found["first_token_ms"], found["tokens"]
+        yield {"what": f"first token: without a cache / from disk, in time: {tokens} tokens",
+               "ratio": found["speedup"][DISK], "asked": f"over {theirs} (mlx-lm's own file)",
+               "first": ms[COLD], "second": ms[DISK], "unit": "ms", "equal": found["same_token"],
+               "headline": "restore" if tokens == lengths[-1] else ""}  # fmt: skip
+        yield {"what": f"first token: from disk / from RAM, in time: {tokens} tokens",
+               "ratio": found["disk_over_ram"], "asked": f"1 to {MOST_DISK}", "first": ms[DISK], "second": ms[RAM],
+               "unit": "ms", "equal": found["same_token"]}  # fmt: skip
 
 
 _NAMES = {COLD: "without cache", DISK: "disk", DROPPED: "disk, files not in memory", RAM: "RAM",
@@ -238,8 +232,10 @@ def render(content: Json, results: Path) -> Report:
     rows = content["lengths"]
     number = say(rows[-1], "at {tokens:,} tokens {speedup[disk][median]} times as fast; mlx-lm's own file "
                  "{speedup[mlx-lm, file][median]}")  # fmt: skip
+    speedups = [{**row, "above": yes(row["speedup"][DISK]["median"] > row["speedup"][MLX_FILE]["median"], "no")}
+                for row in rows]  # fmt: skip
     return Report("the first token from disk and from RAM", number, {
-        "summary": _summary(rows), "first tokens": _first_tokens(rows), "speed-ups": _speedups(rows),
+        "summary": _summary(rows), "first tokens": columns(rows, FIRST_TOKENS), "speed-ups": columns(speedups, SPEEDUPS),
         "disk and ram": columns(rows, DISK_AND_RAM),
     })  # fmt: skip
 
@@ -261,22 +257,15 @@ def _summary(rows: list[Json]) -> str:
     ))  # fmt: skip
 
 
-def _first_tokens(rows: list[Json]) -> str:
-    head = ("tokens", "MB", *(f"{title}, ms" for title in _NAMES.values()))
-    lines = [(row["tokens"], row["mb"], *(span(row["first_token_ms"][name]) for name in _NAMES)) for row in rows]
-    return table(head, lines)
-
-
-def _speedups(rows: list[Json]) -> str:
-    names = [name for name in _NAMES if name in rows[0]["speedup"]]
-    lines = [
-        (row["tokens"], *(span(row["speedup"][name]) for name in names),
-         yes(row["speedup"]["disk"]["median"] > row["speedup"]["mlx-lm, file"]["median"], "no"))
-        for row in rows
-    ]  # fmt: skip
-    return table(("tokens", *(_NAMES[name] for name in names), "disk above mlx-lm's file"), lines)
-
-
+FIRST_TOKENS = {
+    "tokens": "{tokens}", "MB": "{mb}",
+    **{f"{title}, ms": f"{{first_token_ms[{name}]}}" for name, title in _NAMES.items()},
+}  # fmt: skip
+SPEEDUPS = {
+    "tokens": "{tokens}",
+    **{_NAMES[name]: f"{{speedup[{name}]}}" for name in (DISK, DROPPED, RAM, MLX_FILE, MLX_DROPPED)},
+    "disk above mlx-lm's file": "{above}",
+}
 DISK_AND_RAM = {
     "tokens": "{tokens}", "disk / RAM": "{disk_over_ram}", "one copy of the bytes, ms": "{copy_ms}",
     "MB read from the disk after dropping: stoker": "{read_from_disk_mb[disk, dropped][median]}",

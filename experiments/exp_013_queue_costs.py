@@ -7,8 +7,8 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-from command import main
-from common import Json, note, percentiles, ratios, server_machine, spread, take_turns, timed
+from command import server_main
+from common import Json, note, percentiles, ratios, spread, take_turns, timed
 from queue_bench import Feeder, TimedProvider, our_worker, ours, stock
 from redis import Redis
 from report import Report, columns, say
@@ -101,22 +101,19 @@ def steps(url: str, folder: Path, seconds: float, rounds: int) -> Json:
             "p99_delay_ms": round(busy["p99"] - idle["p99"], 2)}  # fmt: skip
 
 
-def run(folder: Path, *, quick: bool) -> Json:
-    logging.disable(logging.WARNING)
+def run(url: str, folder: Path, *, quick: bool) -> Json:
     waiting, rounds = (2000, 20) if quick else (20_000, 200)
-    with EmbeddedServer(folder / "redis") as server, Redis.from_url(server.url) as connection:
-        machine = server_machine(connection)
-        claims = {"one busy agent's": behind_a_busy_agent(server.url, waiting, rounds)}
-        claims["an agent each"] = with_an_agent_each(server.url, waiting, rounds)
-        rate = rates(server.url, folder / "store", *((100, 1) if quick else (1000, 5)))
-        step = steps(server.url, folder / "steps", *((1.0, 1) if quick else (4.0, 5)))
+    claims = {"one busy agent's": behind_a_busy_agent(url, waiting, rounds)}
+    claims["an agent each"] = with_an_agent_each(url, waiting, rounds)
+    rate = rates(url, folder / "store", *((100, 1) if quick else (1000, 5)))
+    step = steps(url, folder / "steps", *((1.0, 1) if quick else (4.0, 5)))
     verdict = {
         "a_claim_takes_under_5_ms": all(case["claim_ms"]["p95"] < 5 for case in claims.values()),
         "the_queues_length_stays_true": all(case["length_true"] for case in claims.values()),
         "half_as_many_jobs_again_as_simple_worker": rate["ratio"]["median"] >= 1.5,
         "steps_delayed_at_most_5_ms_at_p99": step["p99_delay_ms"] <= 5 and step["jobs_per_s"] >= 0.9 * JOBS_PER_S,
     }
-    return {"machine": machine, "verdict": verdict, "claims": claims, "rates": rate, "steps": step}
+    return {"verdict": verdict, "claims": claims, "rates": rate, "steps": step}
 
 
 def short_form(bench: object, folder: Path) -> list[Json]:
@@ -159,4 +156,4 @@ STEPS = {"": "{name}", "p50 ms": "{p50}", "p95": "{p95}", "p99": "{p99}", "max":
 
 
 if __name__ == "__main__":
-    main(__doc__ or "", "013", run, render)
+    server_main(__doc__ or "", "013", run, render)

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from command import main
-from common import HERE, Json, in_turn, note, rss_mib, server_machine, spread, take_turns, timed
+from command import server_main
+from common import HERE, Json, in_turn, note, rss_mib, spread, take_turns, timed
 from queue_bench import jobs_per_s
 from redis import Redis
 from report import Report, columns, figure, lines, listed, percent, say
@@ -19,7 +19,6 @@ from store_bench import scripted_model, sizes, submit, take_turn, wait_for
 from worker_process import SCRIPTED, WorkerProcess
 
 from stoker import Producer
-from stoker_worker.embedded_redis import EmbeddedServer
 from stoker_worker.memory.store import AgentCacheStore
 
 AT_REST_S = 3.0
@@ -137,15 +136,13 @@ def opening_ms(store: AgentCacheStore, name: str, rounds: int) -> Json:
     return spread([timed(partial(store.open_agent, name)) for _ in range(rounds)], digits=2)
 
 
-def run(folder: Path, *, quick: bool) -> Json:
+def run(url: str, folder: Path, *, quick: bool) -> Json:
     few, many, most, turns = (100, 300, 1000, 300) if quick else (3000, 20_000, 300_000, 10_000)
     rounds = 1 if quick else 5
     samples_at = sorted({few, many, *(most * share // 6 for share in range(1, 7))})
-    with EmbeddedServer(folder / "redis") as server, Redis.from_url(server.url) as connection:
-        machine = server_machine(connection)
-        through = through_the_worker(server.url, folder, few, many, rate_jobs=few, rounds=rounds)
-        direct = directly(folder / "direct", most, samples_at)
-        restart = restarts(server.url, folder / "direct", folder / "empty", rounds)
+    through = through_the_worker(url, folder, few, many, rate_jobs=few, rounds=rounds)
+    direct = directly(folder / "direct", most, samples_at)
+    restart = restarts(url, folder / "direct", folder / "empty", rounds)
     long = long_conversation(folder / "long", turns, 20)
     last = direct["samples"][-1]
     verdict = {
@@ -156,7 +153,7 @@ def run(folder: Path, *, quick: bool) -> Json:
         "the_usage_is_within_1_percent_of_du": abs(last["total_bytes"] / last["du_bytes"] - 1) <= 0.01,
         "ten_thousand_turns_open_within_2_times_ten_as_long": long["over_ten_turns_as_long"] <= 2.0,
     }
-    return {"machine": machine, "verdict": verdict, "worker": through, "direct": direct, "restart": restart,
+    return {"verdict": verdict, "worker": through, "direct": direct, "restart": restart,
             "long": long}  # fmt: skip
 
 
@@ -232,4 +229,4 @@ def plot(content: Json, results: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(__doc__ or "", "016", run, render)
+    server_main(__doc__ or "", "016", run, render)

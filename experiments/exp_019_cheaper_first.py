@@ -2,7 +2,6 @@
 and an oracle. Two scripted workers of stated accuracies and costs, and `stoker batch run`; no model and no MLX."""
 
 import json
-import logging
 import random
 import subprocess
 import sys
@@ -14,15 +13,14 @@ from itertools import accumulate
 from pathlib import Path
 from statistics import mean
 
-from command import main
-from common import Json, server_machine
+from command import server_main
+from common import Json
 from redis import Redis
 from report import Report, columns, figure, lines
 
 from stoker import Producer
 from stoker.api.chat import TEXT_URL
 from stoker_shared.result import Attempt
-from stoker_worker.embedded_redis import EmbeddedServer
 
 MODELS = ["small", "large"]
 COST_MS = {"small": 1.0, "large": 10.0}
@@ -135,17 +133,15 @@ def followed_after(lines: Sequence[Line], begun: Sequence[str]) -> int | None:
     return None
 
 
-def run(folder: Path, *, quick: bool) -> Json:
-    logging.disable(logging.WARNING)
+def run(url: str, folder: Path, *, quick: bool) -> Json:
     lines = lines_of(900 if quick else 5000, seed=19)
-    with EmbeddedServer(folder / "redis") as server, Redis.from_url(server.url) as connection:
-        machine = server_machine(connection)
-        with workers(server.url, folder):
-            began = time.perf_counter()
-            attempts = ran(server.url, folder, lines)
-            took_s = time.perf_counter() - began
-            with Producer(server.url) as producer:
-                measured = {one.model: one.now.token_s for one in producer.workers() if one.model and one.now}
+    with workers(url, folder):
+        began = time.perf_counter()
+        attempts = ran(url, folder, lines)
+        took_s = time.perf_counter() - began
+        with Producer(url) as producer:
+            measured = {one.model: one.now.token_s for one in producer.workers() if one.model and one.now}
+    with Redis.from_url(url) as connection:
         n_left = connection.llen("rq:queue:small") + connection.llen("rq:queue:large")
     tokens = [one.prompt_tokens + one.completion_tokens for made in attempts for one in made]
     mean_tokens = sum(tokens) / len(tokens)
@@ -158,7 +154,6 @@ def run(folder: Path, *, quick: bool) -> Json:
     share, before, since = (100 * mean(part) / alone_ms for part in (costs_ms, costs_ms[:turn], costs_ms[turn:]))
     step = max(1, len(lines) // 100)
     return {
-        "machine": machine,
         "verdict": {
             "accepted_within_2_points_of_the_large_model": accepted >= alone - 2,
             "under_60_percent_of_its_cost": share < 60,
@@ -243,4 +238,4 @@ def plot(content: Json, results: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(__doc__ or "", "019", run, render)
+    server_main(__doc__ or "", "019", run, render)

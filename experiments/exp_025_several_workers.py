@@ -1,7 +1,6 @@
 """EXP-025: several workers on one queue: how much faster are four than one, how many Redis commands does a job take,
 and what do a hundred thousand jobs of other workers' agents cost? Scripted engines, real servers; no model."""
 
-import logging
 import os
 import resource
 import socket
@@ -14,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
-from command import main
-from common import HERE, Json, note, ratios, server_machine, spread, take_turns, timed
+from command import server_main
+from common import HERE, Json, note, ratios, spread, take_turns, timed
 from queue_bench import jobs_per_s
 from redis import Redis
 from report import Report, columns, say
@@ -24,7 +23,6 @@ from worker_process import ServerProcess, WorkerProcess
 
 from stoker import Producer
 from stoker_shared.wire import LAST_KEY
-from stoker_worker.embedded_redis import EmbeddedServer
 from stoker_worker.ports import Busy
 from stoker_worker.queue.lease import OwnStore
 from stoker_worker.queue.rq_queue import open_queue
@@ -145,23 +143,19 @@ def compared(delay_ms: int, found: dict[str, list[Json]], per_worker: int) -> Js
     return row
 
 
-def run(folder: Path, *, quick: bool) -> Json:
-    logging.disable(logging.WARNING)
+def run(url: str, folder: Path, *, quick: bool) -> Json:
     per_worker, rounds, waiting = (40, 1, 5000) if quick else (240, 1, 100_000)
     with ExitStack() as servers:
-        server = servers.enter_context(EmbeddedServer(folder / "redis"))
         port = servers.enter_context(s3_server(folder))
-        with Redis.from_url(server.url) as connection:
-            machine = server_machine(connection)
         proxies = {ms: servers.enter_context(SlowProxy(port, ms / 1000)) for ms in DELAYS_MS}
         turns = {
-            f"{n} {ms}": partial(run_jobs, server.url, folder, n, n * per_worker, proxies[ms])
+            f"{n} {ms}": partial(run_jobs, url, folder, n, n * per_worker, proxies[ms])
             for ms in DELAYS_MS
             for n in (1, N_WORKERS)
         }
-        turns["alone"] = partial(run_jobs, server.url, folder, 1, per_worker, None)
+        turns["alone"] = partial(run_jobs, url, folder, 1, per_worker, None)
         found = take_turns(turns, rounds)
-        aside = elsewhere(server.url, waiting)
+        aside = elsewhere(url, waiting)
     rows = [compared(ms, {str(n): found[f"{n} {ms}"] for n in (1, N_WORKERS)}, per_worker) for ms in DELAYS_MS]
     alone = {kind: spread([run[kind] for run in found["alone"]], digits=2) for kind in found["alone"][0]}
     verdict = {
@@ -171,34 +165,26 @@ def run(folder: Path, *, quick: bool) -> Json:
         "other_workers_jobs_cost_under_a_tenth_of_a_processor": aside["busy_share"] < 0.1,
         "a_job_behind_them_is_found_at_once": aside["late_is_found"],
     }  # fmt: skip
-    return {"machine": machine, "verdict": verdict, "jobs": rows, "alone": alone, "before": BEFORE, "elsewhere": aside}
+    return {"verdict": verdict, "jobs": rows, "alone": alone, "before": BEFORE, "elsewhere": aside}
 
 
 def render(content: Json, results: Path) -> Report:
     jobs, elsewhere = content["jobs"], content["elsewhere"]
-    slowest = jobs[-1]
-    both = {**slowest, **elsewhere, "before": content["before"], "alone": content["alone"]["commands"]["median"]}
-    summary = say(
-        both,
-        "With a shared store that takes {about}, four workers do {speed[median]} times the jobs of one. A job takes "
-        "{four_commands[median]:g} Redis commands with four workers ({before:g} while agents had homes), and "
-        "{alone:g} with one that has no shared store. {waiting} jobs that are left to another worker take "
-        "{busy_share:.3f} of a processor.",
-    )
-    number = say(both, "{speed[median]} times one worker's jobs (asked: 3.6); {four_commands[median]:g} commands a job")
-    parts = {
-        "summary": summary,
-        "jobs": columns(jobs, JOBS),
-        "alone": columns([content["alone"]], ALONE),
-        "elsewhere": columns([_rounded(elsewhere)], ELSEWHERE),
-    }
-    return Report("several workers on one queue", number, parts)
+    known = {**jobs[-1], **elsewhere, "before": content["before"], "alone": content["alone"]["commands"]["median"]}
+    aside = {name: round(value, 3) if isinstance(value, float) else value for name, value in elsewhere.items()}
+    return Report("several workers on one queue", say(known, NUMBER), {
+        "summary": say(known, SUMMARY), "jobs": columns(jobs, JOBS), "alone": columns([content["alone"]], ALONE),
+        "elsewhere": columns([aside], ELSEWHERE),
+    })  # fmt: skip
 
 
-def _rounded(elsewhere: Json) -> Json:
-    return {name: round(value, 3) if isinstance(value, float) else value for name, value in elsewhere.items()}
-
-
+NUMBER = "{speed[median]} times one worker's jobs (asked: 3.6); {four_commands[median]:g} commands a job"
+SUMMARY = (
+    "With a shared store that takes {about}, four workers do {speed[median]} times the jobs of one. A job takes "
+    "{four_commands[median]:g} Redis commands with four workers ({before:g} while agents had homes), and {alone:g} "
+    "with one that has no shared store. {waiting} jobs that are left to another worker take {busy_share:.3f} of a "
+    "processor."
+)
 JOBS = {"shared store": "{about}", "jobs per worker": "{jobs_per_worker}", "one, jobs/s": "{one_per_s}",
         "four, jobs/s": "{four_per_s}", "ratio": "{speed}", "rounds": "{speed[n]}",
         "commands a job: one": "{one_commands}", "four": "{four_commands}",
@@ -210,4 +196,4 @@ ELSEWHERE = {"jobs": "{waiting}", "first reading s": "{first_s}", "longest look 
 
 
 if __name__ == "__main__":
-    main(__doc__ or "", "025", run, render)
+    server_main(__doc__ or "", "025", run, render)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from command import main
-from common import Json, machine, note, rss_mib
+from common import Json, note, rss_mib
 from peer_servers import STOKER, Answer, Job, Servers, rotated
 from random_models import RandomModel, random_ids, write_model
 from report import Report, columns
@@ -176,7 +176,6 @@ def _numbers(dice: random.Random, n: int) -> str:
 
 
 def run(folder: Path, *, quick: bool) -> Json:
-    device = machine()  # loads the BLAS library
     cells, crowds = list[Json](), list[Json]()
     for kind in KINDS:
         model = RandomModel.make(kind)
@@ -210,7 +209,7 @@ def run(folder: Path, *, quick: bool) -> Json:
             one["bytes"] <= one["max_bytes"] and one["rss_grown_bytes"] <= MOST_GROWN for one in crowds
         ),
     }
-    return {"machine": device, "verdict": verdict, "cells": cells, "crowds": crowds, "served": by_server}
+    return {"verdict": verdict, "cells": cells, "crowds": crowds, "served": by_server}
 
 
 def _cases(model: RandomModel, *, quick: bool) -> dict[str, Callable[[Path], Json]]:
