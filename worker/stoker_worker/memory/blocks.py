@@ -27,7 +27,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from io import FileIO
+from io import BytesIO, FileIO
 from itertools import chain, groupby, takewhile
 from math import prod
 from pathlib import Path
@@ -409,7 +409,7 @@ def is_intact(file: FileIO) -> bool:
     return digest.hexdigest().encode() == stored
 
 
-def read_metadata(file: FileIO) -> dict[str, Any]:
+def read_metadata(file: FileIO | BytesIO) -> dict[str, Any]:
     """The metadata of an intact cache file, or of its beginning. Raises `ValueError` when it is not JSON of that
     shape."""
     file.seek(0)
@@ -421,9 +421,16 @@ def read_metadata(file: FileIO) -> dict[str, Any]:
 
 
 def read_place(path: Path) -> tuple[str, tuple[int, ...]] | None:
+    """As `place_in`; ``None`` also if the file is not there."""
+    with suppress(OSError), open(path, "rb", buffering=0) as file:
+        return place_in(file)
+    return None
+
+
+def place_in(file: FileIO | BytesIO) -> tuple[str, tuple[int, ...]] | None:
     """The block before a cache file, and the file's tokens, as its header has them: whoever uses the file verifies
-    both. ``None``: it has none, or is not there."""
-    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError), open(path, "rb", buffering=0) as file:
+    both. ``None``: it has none."""
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
         about = read_metadata(file)
         ids = str(about["token_ids"])
         return str(about["parent"]), tuple(map(int, ids.split(","))) if ids else ()

@@ -27,7 +27,8 @@ from tests.worker.memory.replica.sharing import BOTH, Machine, Share, SharedAgen
 
 from stoker_shared.agents import AgentResult, build_agent_request
 from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict, SharedStoreAway, VersionTaken
-from stoker_worker.memory import transcripts
+from stoker_worker.memory import cache_index, transcripts
+from stoker_worker.memory.blocks import read_place
 from stoker_worker.memory.replica.shared_replica import opened_with_shared
 from stoker_worker.memory.replica.versions import EMPTIED, versions_folder
 from stoker_worker.ports import Delivery, LastVersion
@@ -71,6 +72,33 @@ def test_a_conversation_goes_on_where_its_machine_is_gone(machine: Start, kind: 
     assert second.store.answer("agent", turns[-1].delivery) == turns[-1].result
     assert agent.say(LONG[:1000]) == 4
     assert not problems_of(second.store)
+
+
+@BOTH
+@pytest.mark.parametrize("kind", SNAPSHOT_SPECS)
+def test_an_edited_conversation_goes_on_from_a_checkpoint_of_another_machine(
+    machine: Start, share: Share, kind: str
+) -> None:
+    first = machine("first")
+    agent = first.agent(model=MODELS[kind])
+    for n_tokens in (500, 700, 1100, 1500, 1900):
+        agent.say(ids(n_tokens))
+    first.write_behind()
+    assert len(list(share.objects.rglob("*-checkpoint.*"))) == 3  # one state for each turn could take any room
+    for name, n_same, n_cached, n_brought in (
+        ("second", 1000, 500, 1),
+        ("third", 1400, 1100, 2),
+        ("other", 1600, 1500, 1),
+    ):
+        other = machine(name)
+        agent = other.agent(model=MODELS[kind])
+        assert cached(agent, ids(1900)[:n_same]) == n_cached
+        brought = list(other.store.parts.path.rglob("*-checkpoint.*"))
+        assert len(brought) == n_brought
+        with other.store.parts.database.snapshot() as connection:
+            counted = cache_index.checkpoint_bytes(connection)
+        assert counted == sum(path.stat().st_blocks * 512 for path in brought)
+        assert not problems_of(other.store)
 
 
 @BOTH
@@ -569,6 +597,23 @@ def test_a_forgotten_agent_is_forgotten_everywhere_and_its_numbers_stay_used(mac
     assert not [path for path in files_below(share.objects) if "tail" in path.name]
     assert two.agent().say(ids(30, seed=3)) == 4
     assert (one.agent().open().number, one.agent().tokens()) == (4, ids(30, seed=3))
+
+
+@BOTH
+def test_a_checkpoint_there_has_no_tokens_that_were_forgotten_or_replaced(machine: Start, share: Share) -> None:
+    one = machine("one")
+
+    def n_behind(name: str, prompt: Sequence[int]) -> list[int]:
+        one.agent(name, model=MODELS["hybrid"], system_tokens=600).say(prompt)
+        one.write_behind()
+        places = map(read_place, share.objects.rglob("*-checkpoint.*"))
+        return sorted(len(place[1]) for place in places if place is not None)
+
+    assert n_behind("agent", LONG[:700]) == [88]
+    assert n_behind("other", ids(700, seed=1)) == [88, 88]
+    run(one, "forget", "other")
+    # One that leaves the first agent's prompt before the end of its system prompt gets a checkpoint for both.
+    assert n_behind("third", (*LONG[:520], *ids(180, seed=2))) == [0]
 
 
 # --- caches ---

@@ -130,13 +130,14 @@ class Bucket:
 
         self._timed(put, self._limit_for(content))
 
-    def get(self, name: str, limit_s: float | None = None) -> bytes | None:
-        """Its bytes; ``None``: there is no such object. If this one alone is refused, as one in an archive is, its
-        content counts as damaged: nothing. Raises `BucketAway`."""
+    def get(self, name: str, limit_s: float | None = None, *, first: int | None = None) -> bytes | None:
+        """All of its bytes, or the `first` ones; ``None``: there is no such object. If this one alone is refused, as
+        one in an archive is, its content counts as damaged: nothing. Raises `BucketAway`."""
 
         def read() -> bytes | None:
             try:
-                return bytes(self._api.get(self._store, name).bytes())
+                found = self._api.get(self._store, name)
+                return bytes(found.bytes() if first is None else next(iter(found.stream(first)), b"")[:first])
             except FileNotFoundError:
                 self._check_mounted()
                 return None
