@@ -323,18 +323,6 @@ def test_old_damage_below_a_full_replacement_is_forgotten(agent: Agent, tmp_path
 # --- turns that were not saved ---
 
 
-def test_after_an_unsaved_turn_append_is_refused_and_full_continues(agent: Agent, tmp_path: Path) -> None:
-    agent.store.mark_unsaved("agent")
-    for _ in range(2):  # in memory, and then from disk
-        with pytest.raises(AgentTranscriptUnreadable, match="last turn was not saved") as caught:
-            agent.open()
-        usable = caught.value.usable
-        assert (usable.number, usable.transcript) == (3, make_transcript(LONG[:700]))
-        assert agent.restore(NEXT, usable).prefix is not None
-        agent.store = reopen(agent.store, tmp_path)
-    expect_full_goes_on(agent, tmp_path, usable)
-
-
 def test_full_continues_after_an_unsaved_turn_on_a_damaged_agent(agent: Agent, tmp_path: Path) -> None:
     change(tmp_path, "UPDATE turns SET new_tokens = x'' WHERE agent = :agent AND version = 3")
     agent.store.mark_unsaved("agent")

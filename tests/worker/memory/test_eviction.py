@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stoker_worker.memory import cache_index
+from stoker_worker.memory import cache_index, eviction
 from stoker_worker.memory.database import Connection
 from stoker_worker.memory.database_file import TABLES
 from stoker_worker.memory.eviction import Plan, idle_rows, plan_agents, plan_unused
@@ -48,15 +48,11 @@ class Index:
 
     def unused(self, need: int, held: str = "", *, unused_before: float = -1.0) -> str:
         addresses = frozenset(map(self.address, held))
-        return self.named(
-            plan_unused(self.connection, need_bytes=need, held=addresses, unused_before=unused_before, most=64)
-        )[0]
+        return self.named(plan_unused(self.connection, need_bytes=need, held=addresses, unused_before=unused_before))[0]
 
-    def agents(self, need: int, pinned: str = "", held: str = "", *, most: int = 64) -> tuple[str, str]:
+    def agents(self, need: int, pinned: str = "", held: str = "") -> tuple[str, str]:
         addresses = frozenset(map(self.address, held))
-        return self.named(
-            plan_agents(self.connection, self.idle(*pinned.split()), need_bytes=need, held=addresses, most=most)
-        )
+        return self.named(plan_agents(self.connection, self.idle(*pinned.split()), need_bytes=need, held=addresses))
 
     def idle(self, *pinned: str) -> Any:
         return idle_rows(self.connection, pinned)
@@ -92,7 +88,7 @@ def index() -> Iterator[Index]:
 
 def test_what_was_saved_since_the_plan_stays(index: Index) -> None:
     index.add("one", "ab", used_at=1)
-    plan = plan_agents(index.connection, index.idle(), need_bytes=1, held=set(), most=9)
+    plan = plan_agents(index.connection, index.idle(), need_bytes=1, held=set())
     index.connection.execute("UPDATE agents SET version = 1")
     index.carry_out(plan)
     assert cache_index.cache_bytes(index.connection) == 210
@@ -125,14 +121,17 @@ def test_no_plan_reads_more_of_a_large_store_than_it_needs(index: Index, after: 
     assert steps_with(3000) < 2 * few + 20
 
 
-def test_agents_that_share_their_last_block_do_not_keep_others_from_eviction(index: Index) -> None:
+def test_agents_that_share_their_last_block_do_not_keep_others_from_eviction(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eviction, "_AT_ONCE", 4)
     for number in range(20):
         index.add(f"shared {number:2}", "ab", used_at=number)
     index.add("own", "xy", used_at=30)
     for _ in range(20):
-        index.carry_out(plan_agents(index.connection, index.idle("shared 19"), need_bytes=10**9, held=set(), most=4))
-        index.carry_out(plan_unused(index.connection, need_bytes=10**9, held=set(), unused_before=-1.0, most=4))
+        index.carry_out(plan_agents(index.connection, index.idle("shared 19"), need_bytes=10**9, held=set()))
+        index.carry_out(plan_unused(index.connection, need_bytes=10**9, held=set(), unused_before=-1.0))
     assert cache_index.cache_bytes(index.connection) == 210  # the pinned agent's
-    index.carry_out(plan_agents(index.connection, index.idle(), need_bytes=10**9, held=set(), most=4))
-    index.carry_out(plan_unused(index.connection, need_bytes=10**9, held=set(), unused_before=-1.0, most=4))
+    index.carry_out(plan_agents(index.connection, index.idle(), need_bytes=10**9, held=set()))
+    index.carry_out(plan_unused(index.connection, need_bytes=10**9, held=set(), unused_before=-1.0))
     assert cache_index.cache_bytes(index.connection) == 0

@@ -166,16 +166,6 @@ def test_an_agent_whose_jobs_wait_and_do_not_come_up_here_is_not_removed(tmp_pat
         assert [Agent(store, name).open().number for name in ("old", "waiting")] == [0, 1]
 
 
-def test_hundreds_of_old_agents_go_in_one_round(tmp_path: Path) -> None:
-    with closing(AgentCacheStore(tmp_path, files=FastDisk(), agent_ttl_s=HOUR_S)) as store:
-        for number in range(30):
-            Agent(store, f"agent {number}").say(ids(10, seed=number))
-        set_used(store, "UPDATE agents SET used_clock_s = used_clock_s - 3700 WHERE number > 10")
-        store.pin(NOBODY, NOBODY)
-        one_round(store)
-        assert rows(store, "SELECT count(*) FROM agents") == [(10,)]
-
-
 def test_no_agent_is_removed_for_what_the_clock_of_the_machine_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -518,15 +518,9 @@ class BlockFolder:
     def save(
         self, chain: BlockChain, cache: SequenceCache, spec: ModelCacheSpec, *, before: Places = ()
     ) -> SavedBlocks:
-        """Write every full block of `chain` and the cache's checkpoints, except those that are there.
-
-        Args:
-            before: snapshots within `chain` of the turn before it. The last one outlives that turn, as the checkpoint
-                of its block, unless there is one.
-
-        Raises:
-            OSError: not all of them could be written.
-        """
+        """Write every full block of `chain` and the cache's checkpoints, except those that are there. `before`:
+        snapshots within `chain` of the turn before it. The last one outlives that turn, as the checkpoint of its block,
+        unless there is one. Raises `OSError`: not all of them could be written."""
         paths: dict[int, Path] = {}
         missing: dict[Path, Iterable[Chunk]] = {}
         # A model without full-attention layers has no blocks.

@@ -236,14 +236,8 @@ def check_database(folder: Path) -> None:
 
 
 def check_header(connection: Connection, **also: object) -> None:
-    """A damaged header can make SQLite treat other pages as its own bookkeeping.
-
-    Args:
-        also: more pragmas, and their values.
-
-    Raises:
-        Damaged: it is not the header of a store's database.
-    """
+    """A damaged header can make SQLite treat other pages as its own bookkeeping. `also`: more pragmas, and their
+    values. Raises `Damaged`: it is not the header of a store's database."""
     expected = {"application_id": APPLICATION_ID, "auto_vacuum": 0, "encoding": "UTF-8", "page_size": 4096}
     for pragma, value in {**expected, **also}.items():
         if (found := _value(connection, f"PRAGMA {pragma}")) != value:

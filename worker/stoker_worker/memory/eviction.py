@@ -232,16 +232,14 @@ class Plan:
         return bool(self.blocks or self.agents or self.checkpoints)
 
 
-def plan_unused(
-    connection: Connection, *, need_bytes: int, held: AbstractSet[str], unused_before: float, most: int
-) -> Plan:
+def plan_unused(connection: Connection, *, need_bytes: int, held: AbstractSet[str], unused_before: float) -> Plan:
     """Blocks that nothing refers to: enough to free `need_bytes`, and in any case those unused since `unused_before`.
     Another plan may find more: a block is unused once the one that follows it is gone."""
     before = None if need_bytes > 0 else unused_before
     blocks: list[Block] = []
     freed = 0
-    for block in cache_index.unused_blocks(connection, limit=most + len(held), before=before):
-        if len(blocks) >= most or (before is None and freed >= need_bytes):
+    for block in cache_index.unused_blocks(connection, limit=_AT_ONCE + len(held), before=before):
+        if len(blocks) >= _AT_ONCE or (before is None and freed >= need_bytes):
             break
         if block.address not in held:
             blocks.append(block)
@@ -256,15 +254,14 @@ def plan_checkpoints(
     need_bytes: int,
     share_bytes: float,
     held: AbstractSet[str],
-    most: int,
 ) -> Plan:
     """Checkpoints to free `need_bytes`, those first that cost most for what they save. `idle`: the agent whose cache
     goes next; checkpoints that cost less are left, if they take no more than `share_bytes`. ``None``: there is none."""
     now, going, freed = time.time(), list[Block](), 0
     least_cost = cache_index.cost_of_agent(connection, idle, now=now) if idle is not None else 0.0
     over_bytes = cache_index.checkpoint_bytes(connection) - share_bytes
-    for block, cost in cache_index.worst_checkpoints(connection, limit=most + len(held), now=now):
-        if freed >= need_bytes or len(going) >= most or (cost < least_cost and freed >= over_bytes):
+    for block, cost in cache_index.worst_checkpoints(connection, limit=_AT_ONCE + len(held), now=now):
+        if freed >= need_bytes or len(going) >= _AT_ONCE or (cost < least_cost and freed >= over_bytes):
             break
         if block.address not in held:
             going.append(block)
@@ -292,9 +289,7 @@ def take_rows(connection: Connection, agents: list[str], is_running: Callable[[s
             yield from transcripts.agent_rows(connection, f"WHERE agent_id = ? AND {HAS_CACHE}", (agent_id,))
 
 
-def plan_agents(
-    connection: Connection, rows: Iterable[AgentRow], *, need_bytes: int, held: AbstractSet[str], most: int
-) -> Plan:
+def plan_agents(connection: Connection, rows: Iterable[AgentRow], *, need_bytes: int, held: AbstractSet[str]) -> Plan:
     """Cache of these agents, in this order, to free `need_bytes`: their tails and snapshots, and blocks from the end of
     their chains, because the rest of a chain is of use from its start only."""
     blocks: dict[str, Block] = {}
@@ -308,7 +303,7 @@ def plan_agents(
         if row.last_block is not None:
             gone[row.last_block.hex()] += 1
         for block in cache_index.chain_back(connection, row.last_block):
-            if freed >= need_bytes or len(blocks) >= most:
+            if freed >= need_bytes or len(blocks) >= _AT_ONCE:
                 break
             if gone[block.address] != block.n_users or block.address in held:
                 released.append(row)
@@ -317,7 +312,7 @@ def plan_agents(
                 blocks[block.address] = block
                 gone[block.parent] += 1
                 freed += block.both_bytes
-        if freed >= need_bytes or len(blocks) >= most or len(losing) >= most:
+        if freed >= need_bytes or len(blocks) >= _AT_ONCE or len(losing) >= _AT_ONCE:
             break
     agents = (row for row in losing if row.piece_bytes or row in released or _loses(row, blocks))
     return Plan(tuple(blocks.values()), tuple(agents), tuple(released))
@@ -504,14 +499,14 @@ class DiskBudget:
 
     def _plan(self, connection: Connection, need_bytes: int, unused_before: float) -> Plan:
         holds, held = self.holds, self.holds.blocks()
-        unused = plan_unused(connection, need_bytes=need_bytes, held=held, unused_before=unused_before, most=_AT_ONCE)
+        unused = plan_unused(connection, need_bytes=need_bytes, held=held, unused_before=unused_before)
         if unused or need_bytes <= 0:
             return unused
         share_bytes, first = CHECKPOINT_SHARE * self.max_bytes, next(idle_rows(connection, holds.agents()), None)
         plan_those = partial(plan_checkpoints, connection, first, share_bytes=share_bytes)
-        if plan := plan_those(need_bytes=need_bytes, held=held, most=_AT_ONCE):
+        if plan := plan_those(need_bytes=need_bytes, held=held):
             return plan
-        plan_of = partial(plan_agents, connection, need_bytes=need_bytes, held=held, most=_AT_ONCE)
+        plan_of = partial(plan_agents, connection, need_bytes=need_bytes, held=held)
         if self._waiting is None:
             if plan := plan_of(idle_rows(connection, holds.agents())):
                 return plan

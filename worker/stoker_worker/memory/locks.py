@@ -138,14 +138,8 @@ class InFlight:
 
 @contextmanager
 def working_on(folder: Path, agent_id: str, *, wait: bool = False) -> Iterator[None]:
-    """For a command of the shell: inside, no other process works on the agent of the store in `folder`.
-
-    Args:
-        wait: wait for other processes, instead of refusing.
-
-    Raises:
-        AgentBusy: another process works on it.
-    """
+    """For a command of the shell: inside, no other process works on the agent of the store in `folder`. `wait`: wait
+    for other processes, instead of refusing. Raises `AgentBusy`: another process works on it."""
     in_flight = InFlight(folder, wait_s=float("inf") if wait else 0.0)
     try:
         with in_flight.working_on(agent_id):

@@ -34,13 +34,8 @@ class WholeCache:
 
     @classmethod
     def find(cls, parts: StoreParts, agent_id: str, model: LoadedModel | None) -> Self | None:
-        """
-        Args:
-            model: that must have made it; ``None``: any model that has saved something in this store.
-
-        Raises:
-            OSError, Damaged, ValueError: the rows cannot be read.
-        """
+        """`model`: that must have made it; ``None``: any model that has saved something in this store. Raises
+        `OSError`, `Damaged`, `ValueError`: the rows cannot be read."""
         with parts.database.snapshot() as connection:
             state = transcripts.read_agent(connection, agent_id)
             agent, cache = state.version, state.version.cache

@@ -167,14 +167,8 @@ def open_parts(
     create: bool = False,
     connector: Callable[[Path], Connection] = connect,
 ) -> StoreParts:
-    """Open the store at `path`.
-
-    Args:
-        create: make it if there is none, or if a crash left it half made.
-
-    Raises:
-        StoreUnusable: there is none, it is damaged or of another format, or it cannot be used.
-    """
+    """Open the store at `path`. `create`: make it if there is none, or if a crash left it half made. Raises
+    `StoreUnusable`: there is none, it is damaged or of another format, or it cannot be used."""
     files = Disk() if files is None else files
     writer = CacheWriter(files, path / "tmp")
 

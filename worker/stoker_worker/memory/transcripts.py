@@ -236,11 +236,11 @@ class AgentRow:
     number: int
     agent_id: str
     version: int
-    head: bytes
-    unsaved: bool
-    last_block: bytes | None
-    piece_bytes: int
-    evicted: bool
+    head: bytes = b""
+    unsaved: bool = False
+    last_block: bytes | None = None
+    piece_bytes: int = 0
+    evicted: bool = False
     problem: str | None = None
 
 
@@ -258,14 +258,9 @@ def row_of(columns: Sequence[Any]) -> AgentRow:
 
 
 def read_chain(connection: Connection, row: AgentRow, version: int, head: bytes | None) -> list[TurnRecord]:
-    """The records to replay for `version`, oldest first: from the last one that keeps nothing.
-
-    Args:
-        head: the checksum that the version's row must have; ``None``: any.
-
-    Raises:
-        Damaged: one of them is missing, damaged, or not the one that was written.
-    """
+    """The records to replay for `version`, oldest first: from the last one that keeps nothing. `head`: the checksum
+    that the version's row must have; ``None``: any. Raises `Damaged`: one of them is missing, damaged, or not the one
+    that was written."""
     chain: list[TurnRecord] = []
     expected = head
     while not (chain and chain[-1].keeps_nothing):
@@ -382,7 +377,7 @@ def find_agent(connection: Connection, agent_id: str) -> AgentRow | None:
             raise Damaged("its row lacks the newest version")
         return row
     except Damaged as damage:
-        return AgentRow(number, agent_id, newest, b"", False, None, 0, False, problem=str(damage))
+        return AgentRow(number, agent_id, newest, problem=str(damage))
 
 
 def has_agents(connection: Connection) -> bool:
@@ -475,7 +470,7 @@ def write_version(
 def insert_agent(connection: Connection, agent_id: str, *, last_used: float) -> AgentRow:
     """A new agent at version 0. Its place in `agents` is its number."""
     number = connection.execute("SELECT coalesce(max(number), 0) + 1 FROM agents").fetchone()[0]
-    row = AgentRow(number, agent_id, 0, b"", False, None, 0, False)
+    row = AgentRow(number, agent_id, 0)
     put_row(connection, row, last_used=last_used)
     return row
 

@@ -31,13 +31,8 @@ class DamagedFile:
     written."""
 
     def __init__(self, path: Path, *, whole_log: bool) -> None:
-        """
-        Args:
-            whole_log: also what comes after the first bad frame of the log, which SQLite leaves out.
-
-        Raises:
-            OSError: a file cannot be read.
-        """
+        """`whole_log`: also what comes after the first bad frame of the log, which SQLite leaves out. Raises `OSError`:
+        a file cannot be read."""
         self.bad_frames = 0
         with open(path, "rb") as file:
             is_empty = not path.stat().st_size

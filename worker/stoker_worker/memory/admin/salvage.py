@@ -172,7 +172,7 @@ class _Salvage:
         """At a version that the agent does not have."""
         if number is None:
             number = self._to.execute("SELECT coalesce(max(number), 0) + 1 FROM agents").fetchone()[0]
-        row = AgentRow(number, agent_id, self._newest.get(number, 0) + 1, b"", False, None, 0, False)
+        row = AgentRow(number, agent_id, self._newest.get(number, 0) + 1)
         transcripts.put_row(self._to, row, last_used=time.time(), or_else="OR IGNORE")
 
     def _judge(self, agent_id: str, doubt: str | None, *, has_row: bool) -> None:
