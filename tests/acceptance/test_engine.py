@@ -3,6 +3,7 @@
 docs/first-documents.md has the documents, and everything else that they ask for.
 """
 
+import gc
 import random
 
 import pytest
@@ -21,6 +22,7 @@ AGENTS = {"Hello world": 500, "The quick brown fox": 4000, "Once upon a time": 1
 
 @pytest.mark.model
 @pytest.mark.fast_blas
+@pytest.mark.scheduled
 def test_single_agent_output_matches_reference(real_model, make_engine):
     """Sprint 2 plan: integration test 1, and the exit criterion that text matches the reference (greedy)."""
     ids = real_model.encode("The quick brown fox")
@@ -29,30 +31,6 @@ def test_single_agent_output_matches_reference(real_model, make_engine):
     assert list(done.generated_ids) == reference
     assert len(reference) == 50
     assert done.text == real_model.tokenizer.decode(reference)
-
-
-def three_agents(real_model, make_engine, prompts, part):
-    """Each has its share of the plan's tokens, or ends by itself before: what ended it, in the order of `AGENTS`."""
-    engine = make_engine(max_batch=3)
-    works = [real_model.work(prompt, max_tokens=n // part) for prompt, n in zip(prompts, AGENTS.values(), strict=True)]
-    uids = [engine.submit(one) for one in works]
-    done = {}
-    while engine.in_flight:
-        done |= {completion.uid: completion for completion in engine.step()}
-    assert set(done) == set(uids)
-    for uid, one in zip(uids, works, strict=True):
-        completion = done[uid]
-        assert (completion.outcome, completion.ended_by) in {("finished", "eos"), ("finished", "length")}
-        assert completion.ended_by == "eos" or len(completion.generated_ids) == one.request.max_tokens
-        assert behind_the_likeliest(real_model.network, one.prompt_ids, completion.generated_ids) < 1e-3
-    return [done[uid].ended_by for uid in uids]
-
-
-@pytest.mark.model
-@pytest.mark.fast_blas
-def test_three_agents_variable_length(real_model, make_engine):
-    """Sprint 2 plan: integration test 2, with a fiftieth of its tokens: all of them take minutes here."""
-    three_agents(real_model, make_engine, AGENTS, part=50)
 
 
 @pytest.mark.model
@@ -65,7 +43,11 @@ def test_three_agents_variable_length_as_chat(real_model, make_engine):
         tuple(real_model.tokenizer.apply_chat_template([{"role": "user", "content": p}], add_generation_prompt=True))
         for p in AGENTS
     ]
-    print(three_agents(real_model, make_engine, chats, part=1))
+    works = [real_model.work(chat, max_tokens=n) for chat, n in zip(chats, AGENTS.values(), strict=True)]
+    for completion, one in zip(run(make_engine(max_batch=3), works), works, strict=True):
+        assert (completion.outcome, completion.ended_by) in {("finished", "eos"), ("finished", "length")}
+        assert completion.ended_by == "eos" or len(completion.generated_ids) == one.request.max_tokens
+        assert behind_the_likeliest(real_model.network, one.prompt_ids, completion.generated_ids) < 1e-3
 
 
 @pytest.mark.mlx
@@ -161,16 +143,17 @@ def test_pool_exhaustion_refuses_what_can_never_fit():
     engine.close()
 
 
-@pytest.mark.model
-@pytest.mark.fast_blas
-def test_no_memory_leaks_over_ten_generations(real_model, make_engine):
+@pytest.mark.mlx
+@pytest.mark.slow
+def test_no_memory_leaks_over_ten_generations():
     """Sprint 2 plan: the exit criterion of a stable pool over 10 generations and more, with a profile of memory."""
     import mlx.core as mx
 
-    engine = make_engine(prefill_tokens=256)
-    profile = []
+    gc.collect()  # what earlier tests left
+    layout, profile = Layout("llama", eos=False), []
+    engine = layout.engine(blocks=64)
     for number, n_tokens in zip(range(12), (5, 60, 130, 12) * 3, strict=True):
-        engine.submit(real_model.work(tuple(range(100, 100 + n_tokens)), max_tokens=4))
+        engine.submit(work(random_ids(random.Random(number), n_tokens), 4))
         mx.reset_peak_memory()
         while engine.in_flight:
             engine.step()
@@ -181,3 +164,4 @@ def test_no_memory_leaks_over_ten_generations(real_model, make_engine):
     assert len({active for *_, active, _ in profile[1:]}) == 1
     for (*_, before), (*_, after) in zip(profile[4:8], profile[8:], strict=True):
         assert after < 1.02 * before
+    engine.close()
