@@ -29,7 +29,7 @@ from stoker import Producer
 pytestmark = pytest.mark.server
 
 LONG = os.environ.get("CHAOS") == "long"
-AGENTS, LINES, BAD = (200, 5000, 50) if LONG else (60, 1500, 15)
+AGENTS, LINES, BAD = (200, 5000, 50) if LONG else (30, 600, 6)
 FAST = ("--scripted-steps-per-s", "20000", "--max-batch", "32")
 TEXT = "/v1/completions"
 
@@ -98,7 +98,7 @@ def test_every_line_is_answered_once_and_in_its_agents_order_whatever_is_killed(
     bad = {100 * k + 37: BAD_LINES[k % len(BAD_LINES)] for k in range(BAD)}
     write(tmp_path / "in.jsonl", [bad.get(number, turn)(number) for number in range(LINES)])
     port, store, out = free_port(), tmp_path / "store", tmp_path / "out.jsonl"
-    run = ("run", tmp_path / "in.jsonl", "--out", out, "--window", "400")
+    run = ("run", tmp_path / "in.jsonl", "--out", out, "--window", "150")
     with ExitStack() as server:
         admin = server.enter_context(private_server(tmp_path / "redis", port=port))
         batch = Batch(f"redis://127.0.0.1:{port}", tmp_path / "batch.log")

@@ -22,7 +22,7 @@ from stoker_shared.errors import JobFailed
 
 pytestmark = pytest.mark.server
 
-AGENTS, TURNS, KILLS = (30, 40, 60) if os.environ.get("DEEP") else (8, 25, 12)
+AGENTS, TURNS, KILLS = (30, 40, 60) if os.environ.get("DEEP") else (8, 20, 5)
 ANSWER_TOKENS, VICTIMS_TOKENS = 4, 40
 BRIEF = "All of us begin in this way, which is longer than a block of the cache. " * 5
 

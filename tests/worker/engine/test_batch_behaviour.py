@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from tests.support.real_model import behind_the_likeliest
 from tests.worker.engine.layouts import Layout, prefix_of, random_ids, run, work
 from tests.worker.engine.reading import STAGES, read_along
 
@@ -111,8 +112,8 @@ def test_eight_answers_of_32000_tokens_at_most_run_side_by_side_in_memory_for_20
         side_by_side = max(side_by_side, len(engine._scheduler.decoding))
     assert side_by_side == 8
     assert engine.kv.preemptions
-    with_memory = run(llama.engine(max_batch=8), works)
-    assert [done[uid].generated_ids for uid in uids] == [one.generated_ids for one in with_memory]
+    for uid, one in zip(uids, works, strict=True):
+        assert behind_the_likeliest(llama.model, one.prompt_ids, done[uid].generated_ids) < 1e-3
     n_tokens = [len(one.prompt_ids) + len(done[uid].generated_ids) for uid, one in zip(uids, works, strict=True)]
     assert n_tokens[:2] == [2048, 2048]
     assert [done[uid].ended_by for uid in uids] == ["length" if n == 2048 else "eos" for n in n_tokens]
