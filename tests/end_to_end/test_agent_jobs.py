@@ -67,28 +67,6 @@ def test_an_impossible_action_fails_by_name_and_changes_nothing(producer, worker
     assert [agents.info(name).version for name in ("a", "b", "nobody")] == [1, 1, 0]
 
 
-def test_jobs_about_an_agent_run_in_the_order_of_the_agents_jobs(producer, redis_url, tmp_path, connection):
-    """All enqueued before the worker starts."""
-    queue = Queue("generate", connection=connection, serializer=JSONSerializer)
-
-    def agent_job(action, **fields):
-        return queue.enqueue(AGENT_TASK_PATH, request={"agent_id": "a", "action": action, **fields})
-
-    turns = [producer.submit(agent_id="a", prompt="say one", context="append")]
-    looks = [agent_job("info")]
-    agent_job("forget")
-    looks.append(agent_job("info"))
-    turns += [producer.submit(agent_id="a", prompt=f"say {n}", context="append") for n in (1, 2)]
-    looks.append(agent_job("info"))
-    agent_job("rollback", version=1)
-    turns.append(producer.submit(agent_id="a", prompt="say 3", context="append"))
-    with running_worker(redis_url, tmp_path / "store", "--burst") as worker:
-        assert worker.wait() == 0, worker.log
-    assert [ticket.result(timeout_s=1).cache.agent_version for ticket in turns] == [1, 1, 2, 4]
-    seen = [Job.fetch(job.id, connection, JSONSerializer).return_value()["version"] for job in looks]
-    assert seen == [1, 0, 2]
-
-
 def test_a_job_about_an_agent_is_refused_with_its_fault(redis_url, connection, tmp_path):
     queue = Queue("generate", connection=connection, serializer=JSONSerializer)
     wrong = {

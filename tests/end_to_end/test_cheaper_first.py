@@ -105,11 +105,6 @@ def test_feedback_counts_once_and_in_place_of_the_check(workers, producer, conne
     assert trust(connection, "small", "v") == Counts(1, 0)
 
 
-def test_nobody_serves_a_model(workers, producer):
-    with pytest.raises(NobodyServes, match=r"'huge'; 'large' in queue 'q-large': .*; 'small' in queue 'q-small'"):
-        producer.submit(prompt=EASY, check=CHECK, models=["small", "huge"])
-
-
 def test_a_call_that_is_repeated_gets_the_same_job_wherever_it_is(workers, producer):
     def submit():
         return producer.submit(prompt=HARD, check=CHECK, models=BOTH, min_trust=0.0, job_id="mine", task="t")

@@ -48,26 +48,6 @@ def nothing_is_left(connection):
     return not (connection.zcard("rq:wip:generate") or list(connection.scan_iter("rq:execution*")))
 
 
-@pytest.mark.parametrize("times", [1, 4])
-def test_a_new_delivery_ends_the_run_and_runs_in_its_agents_order(connection, worker, enqueue, until, times):
-    enqueue("job", "an endless one")
-    until("job", b"started")
-    enqueue("next", "say next")
-    for n in range(times):
-        enqueue("job", f"say {n}")
-        time.sleep(0.2)
-    until("job", *ENDED)
-    said = texts(connection, "job")  # the newest first; one may have run before the next one came
-    assert said[0] == str(times - 1)
-    assert said == sorted(said, reverse=True)
-    assert texts(connection, "next") == ["next"]
-    versions = [
-        Job.fetch(name, connection, JSONSerializer).return_value()["cache"]["agent_version"] for name in ("next", "job")
-    ]
-    assert versions == [1, 1 + len(said)]
-    assert nothing_is_left(connection)
-
-
 def test_a_delivery_sent_many_times_is_one_run_with_one_timeout(connection, worker, enqueue, until):
     job = enqueue("job", "an endless one", timeout=6)
     until("job", b"started")
@@ -99,17 +79,3 @@ def test_an_id_that_waited_for_a_parent_and_was_used_again_runs_once_and_does_no
     until("later", b"finished")
     assert texts(connection, "child") == ["new"]
     assert nothing_is_left(connection) or not is_deleted
-
-
-@pytest.mark.parametrize(("prompt", "end"), [("say done", b"finished"), ("fail why", b"failed")])
-def test_an_unreadable_job_holds_up_neither_its_parent_nor_the_parents_other_dependents(
-    connection, enqueue, until, prompt, end
-):
-    enqueue("first", "hold", timeout=2)
-    enqueue("parent", prompt)
-    for child in ("unreadable", "child"):
-        enqueue(child, "say child", "b", depends_on=Dependency(jobs=["parent"], allow_failure=True))
-    connection.hset("rq:job:unreadable", "timeout", "soon")
-
-    until("child", b"finished")
-    assert connection.hget("rq:job:parent", "status") == end

@@ -1,15 +1,13 @@
 """Workers as producers and RQ's tools see them, from their start until after their loss; and the progress of jobs."""
 
-import json
 import logging
 import subprocess
 import sys
 
 import pytest
-from tests.support.worker_process import SHORT, running_worker
+from tests.support.worker_process import running_worker
 
 from stoker import Producer, ResultTimeout
-from stoker_worker.memory.locks import store_name
 
 pytestmark = pytest.mark.server
 
@@ -72,31 +70,3 @@ def test_the_check_for_a_worker_costs_a_submit_one_command_at_most(producer, red
         assert sent["exists"] == sent["smembers"] == 1
         requests = [{"agent_id": "a", "prompt": "x"}] * 2000
         assert "exists" not in commands_sent(connection, lambda: other.submit_many(requests))
-
-
-def test_rq_info_forgets_a_killed_worker_with_its_lease(producer, redis_url, connection, store):
-    ticket = producer.submit(agent_id="a", prompt="x", max_tokens=100_000)
-    with running_worker(redis_url, store, env=SHORT) as worker:
-        worker.wait_for(lambda: ticket.status().state == "started")
-        assert " busy generate." in rq_info(redis_url)
-        [shown] = producer.workers()
-        worker.kill()
-    leases = ("stoker:lease:generate", f"stoker:holder:{store_name(store)}")
-    keys = (f"rq:worker:{shown.name}", f"stoker:worker:{shown.name}", *leases)
-    assert all(connection.pttl(key) <= 1000 for key in keys)  # -2 if it is gone already
-    while connection.exists(*keys):
-        pass
-    assert shown.name not in rq_info(redis_url)
-    assert producer.workers() == []
-
-
-def test_progress_is_in_the_status_and_in_meta_only_while_a_job_runs(producer, redis_url, connection, store):
-    ticket = producer.submit(agent_id="a", prompt="x", max_tokens=150)
-    with running_worker(redis_url, store, "--scripted-steps-per-s", "50") as worker:
-        worker.wait_for(lambda: (ticket.status().tokens or 0) > 20)
-        status = ticket.status()
-        assert status.stage == "decode"
-        assert 0 < status.tokens_per_s <= 60
-        assert json.loads(connection.hget(f"rq:job:{ticket.job_id}", "meta"))["progress"]["stage"] == "decode"
-        ticket.result(timeout_s=30)
-    assert not connection.hexists(f"rq:job:{ticket.job_id}", "meta")

@@ -1,6 +1,5 @@
 """The whole path in real processes, with the engine without a model."""
 
-import json
 import os
 import signal
 import socket
@@ -131,15 +130,6 @@ def test_a_broken_engine_stops_the_worker_loudly_and_its_jobs_are_given_back(pro
     assert beside.result(timeout_s=1).finish_reason == "length"
 
 
-def test_a_second_worker_of_the_same_name_refuses_and_names_the_first(redis_url, store, tmp_path):
-    with running_worker(redis_url, store, "--name", "mac") as first:
-        first.wait_until_ready()
-        with running_worker(redis_url, tmp_path / "other", "--name", "mac") as second:
-            assert second.wait() == 1
-            assert f"pid {first.pid}" in second.log
-            assert "generate" in second.log
-
-
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_signals_to_a_worker_that_is_leaving_do_not_make_it_look_lost(redis_url, tmp_path, signum):
     with running_worker(redis_url, tmp_path / "store") as worker:
@@ -224,26 +214,6 @@ def test_a_prompt_can_be_counted_and_read_back_without_an_answer(producer, redis
     assert (counted.usage.completion_tokens, counted.usage.cached_tokens) == (0, 0)
 
 
-def test_answers_have_the_form_that_is_asked_for(producer, redis_url, store):
-    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-    tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
-    schema = {"name": "place", "schema": parameters}
-    asked = [{"role": "user", "content": "say Oslo"}]
-    with running_worker(redis_url, store):
-        as_json = producer.submit(
-            messages=asked, response_format={"type": "json_schema", "json_schema": schema}
-        ).result(timeout_s=30)
-        called = producer.submit(messages=asked, tools=tools, tool_choice="required").result(timeout_s=30)
-        chosen = producer.submit(prompt="say no", guide={"choice": ["yes", "no"]}).result(timeout_s=30)
-        with pytest.raises(JobFailed, match="GuideRefused"):
-            producer.submit(prompt="x", guide={"regex": "("}).result(timeout_s=30)
-    assert as_json.parsed == {"city": "Oslo"}
-    assert (called.finish_reason, called.content) == ("tool_calls", "")
-    (call,) = called.tool_calls
-    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Oslo"})
-    assert (chosen.text, chosen.finish_reason) == ("no", "stop")
-
-
 BAD_PAYLOADS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown field": ({"prompt": "x", "colour": "red"}, "InvalidRequest: colour"),
     "zero max_tokens": ({"prompt": "x", "max_tokens": 0}, "InvalidRequest: .*'max_tokens' 0"),
@@ -325,12 +295,6 @@ def test_a_metrics_port_that_is_taken_is_named(redis_url, store):
         with running_worker(redis_url, store, "--metrics-port", str(port)) as worker:
             assert worker.wait() == 1
             assert f"--metrics-port {port}: Address already in use" in worker.log.strip().splitlines()[-1]
-
-
-def test_an_unknown_setting_in_the_environment_is_refused_by_name(redis_url, store):
-    with running_worker(redis_url, store, env={"STOKER_MAX_BACTH": "3"}) as worker:
-        assert worker.wait() == 2
-        assert "STOKER_MAX_BACTH" in worker.log
 
 
 LOADING_WORKER = """
