@@ -44,8 +44,6 @@ def figures(out: Path, only: tuple[str, ...], wired: bool, sleep: bool, **asked:
     share the memory and the GPU.
     """
     with errors_in_one_line(), cleaned_up_when_terminated():
-        from rich.console import Console
-
         from stoker_worker.cli.demo import demo_model
 
         kit = _experiments()
@@ -53,7 +51,7 @@ def figures(out: Path, only: tuple[str, ...], wired: bool, sleep: bool, **asked:
         if unknown := set(only) - {part.name for part in kit.PARTS if not part.warning}:
             raise click.UsageError(f"no such part: {', '.join(sorted(unknown))}")
         out.mkdir(parents=True, exist_ok=True)
-        asked["model"] = asked["model"] or demo_model(out.absolute(), Console())
+        asked["model"] = asked["model"] or demo_model(out.absolute())
         page, is_well = kit.run(out, kit.Options(**asked, named=named, only=only))
     click.echo(f"\n{page} has it all, and {page.with_suffix('.json').name} beside it the numbers")
     sys.exit(0 if is_well else 1)

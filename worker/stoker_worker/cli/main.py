@@ -239,7 +239,7 @@ def import_model(file: Path, folder: Path) -> None:
 )
 @click.option("--model", help="Another model than SmolLM2-135M-Instruct.")
 def demo(folder: Path, model: str | None) -> None:
-    """Four agents, two turns, the worker stopped in between."""
+    """Two agents, two turns, the worker stopped in between."""
     with errors_in_one_line():
         from stoker_worker.cli.demo import run_demo
 
