@@ -437,10 +437,10 @@ class PrefixLookup:
 
     def _from_disk(self, lookup: Lookup, own: AgentBlocks, other: str | None) -> Restored:
         """`other`: why the agent's own cache cannot be used."""
-        found = self._find_on_disk(lookup, own)
+        found = find_prefix(self._on_disk(lookup, own))
         if lookup.session is not None and any(x.fault == "missing" and x.kind != "block" for x in found.faults):
             own, other = self._blocks_of_session(lookup)  # another call has gone on with it meanwhile
-            found = self._find_on_disk(lookup, own)
+            found = find_prefix(self._on_disk(lookup, own))
         cache = found.cache
         reason = self._report(lookup, own, found, other if cache.n_tokens < lookup.limit else None)
         if found.checkpoint is not None:
@@ -450,9 +450,6 @@ class PrefixLookup:
         if lookup.agent is not None:
             self._keep(lookup, lookup.agent, cache)
         return Restored(replace(cache, layers=()) if cache.room else cache, "disk", miss_reason=reason)
-
-    def _find_on_disk(self, lookup: Lookup, own: AgentBlocks) -> FoundOnDisk:
-        return find_prefix(self._on_disk(lookup, own))
 
     def _on_disk(self, lookup: Lookup, own: AgentBlocks) -> BlockLookup:
         spec, path_of = lookup.model.spec, self._parts.blocks.path_of

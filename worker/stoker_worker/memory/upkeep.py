@@ -40,31 +40,16 @@ def cache_folders(parts: StoreParts) -> Iterator[Path]:
     yield from sorted(parts.pieces.path.glob("*/"))
 
 
-def orphans_in(parts: StoreParts, folder: Path, *, before: float) -> dict[Path, int]:
-    """The files in `folder`, one of `cache_folders`, that were written before that Unix time and that no row names;
-    with their allocated bytes. Files with other names than a store's are left alone.
-
-    Raises:
-        OSError: the folder or the database cannot be read now.
-        Damaged: the database is damaged.
-    """
+def orphans_in(parts: StoreParts, folder: Path, *, before: float) -> list[Path]:
+    """The files in `folder`, one of `cache_folders`, that were written before that Unix time and that no row names.
+    Files with other names than a store's are left alone. Raises `OSError`, `Damaged`: that cannot be known now."""
     of_pieces = folder.parent == parts.pieces.path
-    top = parts.pieces.path if of_pieces else parts.blocks.path
     form, is_named = (PIECE_FILE, _has_piece) if of_pieces else (BLOCK_FILE, _has_block)
-    below = folder.relative_to(top).as_posix()
-    old: dict[Path, tuple[re.Match[str], int]] = {}
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if (match := form.fullmatch(f"{below}/{entry.name}")) is None:
-                continue
-            try:
-                seen = entry.stat(follow_symlinks=False)
-            except FileNotFoundError:
-                continue
-            if seen.st_mtime < before:
-                old[Path(entry.path)] = match, seen.st_blocks * 512
+    below = folder.relative_to(parts.pieces.path if of_pieces else parts.blocks.path).as_posix()
+    old = [name for name, seen in _files_in(folder).items() if seen.st_mtime < before]
+    matches = {name: match for name in old if (match := form.fullmatch(f"{below}/{name}"))}
     with parts.database.snapshot() as connection:  # after the look at the folder: what was saved meanwhile has a row
-        return {path: n_bytes for path, (match, n_bytes) in old.items() if not is_named(connection, match)}
+        return [folder / name for name, match in matches.items() if not is_named(connection, match)]
 
 
 def _has_block(connection: Connection, name: re.Match[str]) -> bool:
@@ -166,7 +151,8 @@ class Upkeep:
                 self._remove_orphans(folder)
                 yield
                 check = self._check_pieces if folder.parent == self._parts.pieces.path else self._check_blocks
-                yield from check(folder, _sizes_in(folder))
+                sizes = {name: seen.st_blocks * 512 for name, seen in _files_in(folder).items()}
+                yield from check(folder, sizes)
         with self._database.snapshot() as connection:
             is_right = cache_index.uncounted_bytes(connection) == 0
         if not is_right:
@@ -292,11 +278,11 @@ class Upkeep:
             yield
 
 
-def _sizes_in(folder: Path) -> dict[str, int]:
-    """Allocated bytes of the files in a folder, by name. Raises `OSError`."""
-    sizes = {}
+def _files_in(folder: Path) -> dict[str, os.stat_result]:
+    """The files in a folder, by name. Raises `OSError`."""
+    found = {}
     with os.scandir(folder) as entries:
         for entry in entries:
             with suppress(FileNotFoundError):
-                sizes[entry.name] = entry.stat(follow_symlinks=False).st_blocks * 512
-    return sizes
+                found[entry.name] = entry.stat(follow_symlinks=False)
+    return found
