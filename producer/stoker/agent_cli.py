@@ -126,7 +126,7 @@ def _result(
     timeout_s = options.pop("timeout_s")
     given = {name: value for name, value in options.items() if value is not None}
     job_id = given.setdefault("job_id", str(uuid4()))
-    with shown_wait(lambda: status_text(producer.status(job_id)), quiet=as_json):
+    with shown_wait(lambda: status_text(producer.ticket(job_id).status()), quiet=as_json):
         return call(producer.agents, {**given, "timeout_s": timeout_s})
 
 

@@ -29,7 +29,7 @@ from stoker.command_parts import (
 from stoker.connection import usual_url
 from stoker.dashboard.command import dashboard
 from stoker.serve.command import serve
-from stoker.status_command import ls, status, workers
+from stoker.status_command import status, workers
 from stoker.submit_command import submit
 from stoker_shared.environment import DEFAULT_REDIS_URL, SHOWN, require_known_variables
 from stoker_shared.errors import JobError, JobFailed, RequestError, StokerError
@@ -46,7 +46,7 @@ HELP = {"-h", "--help"}
         "Files of jobs": ("batch",),
         "Memory": ("agent",),
         "Models": ("trust",),
-        "Server": ("status", "ls", "workers", "serve", "dashboard"),
+        "Server": ("status", "workers", "serve", "dashboard"),
     },
     context_settings=SETTINGS,
     epilog=examples(
@@ -68,7 +68,6 @@ def cli(context: click.Context, redis_url: str) -> None:
 cli.add_command(submit)
 cli.add_command(agent)
 cli.add_command(batch)
-cli.add_command(ls)
 cli.add_command(workers)
 cli.add_command(status)
 cli.add_command(trust)

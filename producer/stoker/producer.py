@@ -19,7 +19,7 @@ from stoker.operations import Operation, Pause, ask, run, run_async
 from stoker.overview import Overview, QueueStatus, overview, queues_now
 from stoker.presence import Attendance, LiveWorker, live_workers, unattended
 from stoker.submitting import ManyFields, SubmitFields, Submitted, submit, submit_many
-from stoker.tickets import AnyTicket, AsyncTicket, SharedConnection, Ticket, TicketStatus
+from stoker.tickets import AnyTicket, AsyncTicket, SharedConnection, Ticket
 from stoker.waiting import Patience, Waiter
 from stoker_shared.errors import JobError, ResultTimeout
 from stoker_shared.request import GenerationRequest
@@ -335,18 +335,6 @@ class Producer(AnyProducer):
         """
         return run(self._connection, outcomes_of(tickets, timeout_s, self._connection, return_errors=return_errors))
 
-    def result(self, job_id: str, timeout_s: float | None = None) -> GenerationResult:
-        """`Ticket.result` by id."""
-        return self.ticket(job_id).result(timeout_s)
-
-    def status(self, job_id: str) -> TicketStatus:
-        """`Ticket.status` by id."""
-        return self.ticket(job_id).status()
-
-    def cancel(self, job_id: str) -> bool:
-        """`Ticket.cancel` by id."""
-        return self.ticket(job_id).cancel()
-
 
 class AsyncProducer(AnyProducer):
     """Enqueues generation jobs from the tasks of one event loop; share one per loop. Never use it across a fork.
@@ -457,15 +445,3 @@ class AsyncProducer(AnyProducer):
         """As `Producer.results`."""
         outcomes = outcomes_of(tickets, timeout_s, self._connection, return_errors=return_errors)
         return await run_async(self._connection, outcomes)
-
-    async def result(self, job_id: str, timeout_s: float | None = None) -> GenerationResult:
-        """`AsyncTicket.result` by id."""
-        return await self.ticket(job_id).result(timeout_s)
-
-    async def status(self, job_id: str) -> TicketStatus:
-        """`AsyncTicket.status` by id."""
-        return await self.ticket(job_id).status()
-
-    async def cancel(self, job_id: str) -> bool:
-        """`AsyncTicket.cancel` by id."""
-        return await self.ticket(job_id).cancel()

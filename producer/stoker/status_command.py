@@ -1,4 +1,4 @@
-"""`stoker status`, `ls` and `workers`: one job, everything at one moment, queues, workers. Only command-line texts."""
+"""`stoker status` and `workers`: one job, everything at one moment, workers. Only command-line texts."""
 
 import time
 from contextlib import suppress
@@ -22,32 +22,6 @@ from stoker.tables import (
 from stoker_shared.errors import QueueError
 from stoker_shared.help_layout import LaidOutCommand, examples
 from stoker_shared.text import printable
-
-_COUNTS = ("waiting", "running", "finished", "failed", "deferred", "scheduled")
-
-
-@click.command(cls=LaidOutCommand, epilog=examples("stoker ls", "stoker ls --json | jq '.queues[].waiting'"))
-@json_option
-@redis_option
-@click.pass_obj
-def ls(redis_url: str, as_json: bool) -> None:
-    """List the queues: jobs by state, oldest wait, workers.
-
-    Finished and failed jobs are counted until they expire.
-    """
-    with open_producer(redis_url) as producer:
-        queues = producer.queues()
-    rows = [
-        [
-            queue.name,
-            *(str(getattr(queue, count)) for count in _COUNTS),
-            duration(queue.oldest_wait_s),
-            ", ".join(queue.workers) or "none",
-        ]
-        for queue in queues
-    ]
-    text = Table(["queue", *_COUNTS, "oldest", "workers"], rows, range(1, 8)).text()
-    show(as_json, {"queues": [asdict(queue) for queue in queues]}, text if rows else "no queues and no workers")
 
 
 @click.command(cls=LaidOutCommand, epilog=examples("stoker workers", "stoker workers --json | jq '.workers[].model'"))

@@ -152,7 +152,7 @@ class Withdrawal:
     def _withdraw(self, job: PlannedJob, rq_job: Job, *, is_started: bool) -> None:
         match job.withdraw:
             case "ticket":
-                self._producer.cancel(job.job_id)
+                self._producer.ticket(job.job_id).cancel()
             case "cancel":
                 rq_job.cancel()
             case "delete":

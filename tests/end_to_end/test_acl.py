@@ -206,7 +206,7 @@ def test_a_producer_that_uses_unique_ids_needs_exactly_the_rights_on_the_page(ad
                 with pytest.raises(DuplicateJobError):
                     again()
             with running_worker(url("stoker-worker"), store, env=SHORT):
-                assert all(Producer(connection).result(job_id, timeout_s=30) for job_id in ("mine", "later"))
+                assert all(Producer(connection).ticket(job_id).result(timeout_s=30) for job_id in ("mine", "later"))
             admin.delete("rq:job:mine", "rq:job:later")
             admin.script_flush()  # like after a restart of the server
     assert acl_refusals(admin) == []

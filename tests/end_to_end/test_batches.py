@@ -198,7 +198,7 @@ def test_only_results_of_a_batch_are_compressed_in_redis(batch, redis_url, tmp_p
     assert sizes[packed_id] < sizes[ordinary.job_id] / 2
     with Redis.from_url(redis_url) as connection:
         assert Job.fetch(ordinary.job_id, connection, JSONSerializer).return_value()["text"] == prompt[4:]
-    assert producer.result(packed_id, timeout_s=1).text == producer.result(ordinary.job_id, timeout_s=1).text
+    assert producer.ticket(packed_id).result(timeout_s=1).text == ordinary.result(timeout_s=1).text
     assert batch("fetch", "b", "--out", tmp_path / "out.jsonl")[0] == 0
 
 

@@ -86,7 +86,7 @@ def test_a_chosen_id_makes_one_job_however_often_it_is_submitted(node, redis_url
     assert "letters" in shown[3]["message"]
     with Redis.from_url(redis_url) as connection:
         assert connection.lrange("rq:queue:generate", 0, -1) == [b"mine"]
-    assert Producer(redis_url).status("mine").position == 0
+    assert Producer(redis_url).ticket("mine").status().position == 0
 
 
 def test_a_lost_reply_makes_no_second_job(node, redis_url):

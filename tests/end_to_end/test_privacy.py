@@ -55,7 +55,7 @@ def test_neither_prompts_nor_answers_are_in_logs_descriptions_or_any_other_place
         mistyped = subprocess.run(
             [*command, "submit", "--agent", "", "--prompt", SECRET], capture_output=True, check=False
         )
-        producer.result(shell.stdout.decode().strip(), timeout_s=30)
+        producer.ticket(shell.stdout.decode().strip()).result(timeout_s=30)
     assert SECRET not in worker.log
     assert SECRET.encode() not in shell.stdout + shell.stderr + mistyped.stdout + mistyped.stderr
     allowed = {
@@ -88,8 +88,8 @@ def test_a_refused_job_of_a_plain_rq_client_is_refused_without_quoting_it(redis_
     reasons = []
     for job in jobs:
         with pytest.raises(JobFailed) as caught:
-            producer.result(job.id, timeout_s=1)
+            producer.ticket(job.id).result(timeout_s=1)
         reasons.append(caught.value.reason)
     assert SECRET not in " ".join(reasons)
-    assert producer.result(fine.id, timeout_s=1).text
+    assert producer.ticket(fine.id).result(timeout_s=1).text
     assert SECRET not in worker.log

@@ -252,7 +252,7 @@ def test_every_bad_job_fails_with_one_line_and_the_jobs_beside_it_finish(redis_u
         assert worker.wait(120) == 0, worker.log
     for name, job_id in jobs.items():
         with pytest.raises(JobFailed, match=BAD_PAYLOADS[name][1]):
-            producer.result(job_id, timeout_s=1)
+            producer.ticket(job_id).result(timeout_s=1)
     for job, line in (
         (pickled, "PayloadRefused: .*pickle"),
         (unknown, "PayloadRefused: .*os.system"),
@@ -260,7 +260,7 @@ def test_every_bad_job_fails_with_one_line_and_the_jobs_beside_it_finish(redis_u
         (huge, "RequestTooLarge"),
     ):
         with pytest.raises(JobFailed, match=line) as caught:
-            producer.result(job.id, timeout_s=1)
+            producer.ticket(job.id).result(timeout_s=1)
         assert "\n" not in caught.value.reason
     assert all(ticket.result(timeout_s=1).usage.completion_tokens == 3 for ticket in good)
     found = registries(connection)

@@ -92,7 +92,7 @@ class Load:
         """All have finished, once, each agent's in their order and by a worker that serves them."""
         by_agent = defaultdict(list)
         for agent_id, request, job_id in self.jobs:
-            result = self._producer.result(job_id, timeout_s=90)
+            result = self._producer.ticket(job_id).result(timeout_s=90)
             assert request["context"] == "append" or result.text == request["prompt"].removeprefix("say ")
             assert request.get("model") in (None, result.model)
             if agent_id is not None:

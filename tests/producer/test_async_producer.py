@@ -59,12 +59,12 @@ def test_a_job_is_submitted_watched_canceled_and_read(fake, worker):
             await producer.ping()
             first = await producer.submit(**REQUEST)
             second = await producer.submit(**REQUEST, job_id="mine", at_front=True)
-            assert await producer.status("mine") == await second.status() == TicketStatus("queued", position=0)
+            assert await producer.ticket("mine").status() == await second.status() == TicketStatus("queued", position=0)
             assert (await producer.submit(**REQUEST, job_id="mine")).job_id == "mine"
             with pytest.raises(DuplicateJob):
                 await producer.submit(**{**REQUEST, "prompt": "y"}, job_id="mine")
             assert await second.cancel()
-            assert not await producer.cancel("mine")
+            assert not await producer.ticket("mine").cancel()
             with pytest.raises(JobCanceled):
                 await second.result()
             with pytest.raises(ResultTimeout, match="queued after 0"):
@@ -72,11 +72,11 @@ def test_a_job_is_submitted_watched_canceled_and_read(fake, worker):
             with pytest.raises(ResultTimeout, match=r"queued after 0\.05"):
                 await first.result(timeout_s=0.05)
             worker.finish(first.job_id, text="done")
-            assert (await first.result()).text == (await producer.result(first.job_id)).text == "done"
+            assert (await first.result()).text == (await producer.ticket(first.job_id).result()).text == "done"
             assert (await first.result(timeout_s=0)).text == "done"
             for timeout_s in (None, 0, 20):
                 with pytest.raises(JobNotFound):
-                    await producer.result("nobody", timeout_s)
+                    await producer.ticket("nobody").result(timeout_s)
             with pytest.raises(InvalidRequest, match="max_tokens"):
                 await producer.submit(agent_id="a", prompt="x", max_tokens=0)
 

@@ -52,6 +52,6 @@ def test_a_canceled_job_is_where_rqs_own_cancel_puts_it(server, queue, play):
     rqs = dump(server)
     server.flushall()
     play(queue)
-    assert Producer(server).cancel("j") is True
+    assert Producer(server).ticket("j").cancel() is True
     assert dump(server) == rqs
     assert 0 < server.ttl("rq:job:j") <= 7 * 86_400

@@ -150,12 +150,12 @@ def test_a_server_that_other_machines_can_reach_needs_tokens(stoker):
 
 def test_a_misspelt_variable_is_refused_but_help_is_not(stoker, monkeypatch):
     monkeypatch.setenv("STOKER_MAX_BATCH", "4")  # a variable of the worker
-    assert stoker("ls")[0] == 0
+    assert stoker("status")[0] == 0
     monkeypatch.setenv("STOKER_REDIS_ULR", "redis://elsewhere")
     code, out, err = stoker("submit", "--message", "hi")
     assert (code, out) == (2, "")
     assert "STOKER_REDIS_ULR (did you mean STOKER_REDIS_URL?)" in err
-    assert "STOKER_REDIS_ULR" in json.loads(stoker("ls", "--json")[1])["error"]["message"]
+    assert "STOKER_REDIS_ULR" in json.loads(stoker("status", "--json")[1])["error"]["message"]
     assert stoker("submit", "--help")[0] == 0
 
 

@@ -70,7 +70,7 @@ def test_fifty_jobs_whose_transactions_lose_their_replies_run_once_each(proxy, p
         proxy.lose(is_transaction)
         many = [{**REQUEST, "agent_id": f"a{30 + n}", "context": "append"} for n in range(20)]
         tickets += producer.submit_many(many)
-        results = [Producer(server).result(ticket.job_id, timeout_s=30) for ticket in tickets]
+        results = [Producer(server).ticket(ticket.job_id).result(timeout_s=30) for ticket in tickets]
         worker.wait_for(lambda: server.llen("rq:queue:generate") == server.zcard("rq:wip:generate") == 0)
     assert len(proxy.lost) == 31
     assert server.zcard("rq:finished:generate") == 50

@@ -54,7 +54,7 @@ def state_of(producer, worker, connection, agent_id):
     submit("finished", lambda job_id: worker.finish(job_id, text="secret"))
     connection.xadd(f"stoker:stream:{by_state['finished']}", {"text": "secret"})
     submit("failed", failed)
-    submit("canceled", producer.cancel)
+    submit("canceled", lambda job_id: producer.ticket(job_id).cancel())
     submit("without memory", cache="off", context="full")
     for name in ("x", agent_id):
         job = foreign.enqueue(TASK_PATH, request={"agent_id": name, "prompt": "secret"}, description="")

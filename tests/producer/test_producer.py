@@ -201,7 +201,7 @@ def test_no_server_is_one_clear_error_without_the_password(monkeypatch):
     monkeypatch.setattr(stoker.connection, "_RETRIES", 1)  # each retry takes a while
     producer = Producer("redis://user:hunter2@127.0.0.1:1/3")
     calls: list[Any] = [producer.ping, lambda: producer.submit(agent_id="a", prompt="x")]
-    calls += [lambda: producer.result("j", 1), lambda: producer.results([producer.ticket("j")], 30)]
+    calls += [lambda: producer.ticket("j").result(1), lambda: producer.results([producer.ticket("j")], 30)]
     for call in calls:
         with pytest.raises(RedisUnavailable, match=r"127\.0\.0\.1:1/3") as caught:
             call()

@@ -1,4 +1,4 @@
-"""The state of the queues: every job is counted once, in its state; and the table of `stoker ls`."""
+"""The state of the queues: every job is counted once, in its state; and the table of `stoker workers`."""
 
 import asyncio
 import json
@@ -82,33 +82,6 @@ def test_the_workers_that_listen_are_named_and_their_queues_are_there_without_a_
             return await asynchronous.queues()
 
     assert {queue.name: queue.workers for queue in asyncio.run(ask())} == found
-
-
-def test_ls_is_a_table_or_one_object(stoker, producer, connection):
-    assert stoker("ls") == (0, "no queues and no workers\n", "")
-    enqueued_ago(connection, producer.submit(prompt="x"), minutes=5)
-    producer.submit(prompt="x", queue="urgent")
-    publish(connection, "mac.1", "urgent")
-    code, out, err = stoker("ls")
-    assert (code, err) == (0, "")
-    heading, generate, urgent = (line.split() for line in out.splitlines())
-    assert heading == [
-        "QUEUE",
-        "WAITING",
-        "RUNNING",
-        "FINISHED",
-        "FAILED",
-        "DEFERRED",
-        "SCHEDULED",
-        "OLDEST",
-        "WORKERS",
-    ]
-    assert generate == ["generate", "1", "0", "0", "0", "0", "0", "5", "min", "none"]
-    assert urgent[-1] == "mac.1"
-    [shown, _] = json.loads(stoker("ls", "--json")[1])["queues"]
-    assert shown.pop("oldest_wait_s") // 60 == 5
-    counted = dict.fromkeys(("running", "finished", "failed", "deferred", "scheduled"), 0)
-    assert shown == {"name": "generate", "waiting": 1, **counted, "left_s": None, "workers": []}
 
 
 def test_workers_is_a_table_or_one_object(stoker, connection):

@@ -94,4 +94,4 @@ def test_parent_and_forked_child_use_one_producer_and_its_tickets_at_a_time(redi
             child.join(20)
             assert child.exitcode == 0
         assert all(ids == [ticket.job_id for ticket in tickets] * 2 for ids, _ in found)
-        assert {producer.status(job_id).state for _, job_id in found} == {"queued"}
+        assert {producer.ticket(job_id).status().state for _, job_id in found} == {"queued"}

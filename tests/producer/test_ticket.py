@@ -28,7 +28,7 @@ def end_of(request, producer):
 def test_a_result_can_be_read_by_another_process_and_more_than_once(ticket, worker, connection):
     worker.finish(ticket.job_id)
     other = Producer(connection)
-    assert other.result(ticket.job_id, 1) == other.ticket(ticket.job_id).result(1) == ticket.result()
+    assert other.ticket(ticket.job_id).result(1) == other.ticket(ticket.job_id).result(1) == ticket.result()
 
 
 @pytest.mark.parametrize(
@@ -77,9 +77,10 @@ def test_a_stopped_job_is_canceled_though_rq_writes_a_failure_for_it(end_of, tic
 
 
 def test_no_such_job_is_not_found(producer):
-    for call in (producer.result, producer.status, producer.cancel):
+    ticket = producer.ticket("nope")
+    for call in (ticket.result, ticket.status, ticket.cancel):
         with pytest.raises(JobNotFound, match="nope"):
-            call("nope")
+            call()
 
 
 def test_a_finished_job_whose_result_is_gone_is_not_found(end_of, ticket, worker, connection):
@@ -112,12 +113,12 @@ def test_a_job_written_and_ended_in_another_language_is_read_like_our_own(produc
     data = json.dumps(["stoker_shared.task.generate", None, [], {"request": {"agent_id": "a", "prompt": "x"}}])
     connection.hset("rq:job:polyglot", mapping={"status": "queued", "origin": "generate", "data": data})
     connection.rpush("rq:queue:generate", "polyglot")
-    assert producer.status("polyglot") == TicketStatus("queued", position=0)
+    assert producer.ticket("polyglot").status() == TicketStatus("queued", position=0)
     error = base64.b64encode(b"TemplateError: uncompressed").decode()
     connection.hset("rq:job:polyglot", "status", "failed")
     connection.xadd("rq:results:polyglot", {"type": 2, "exc_string": error})
     with pytest.raises(JobFailed, match="TemplateError: uncompressed"):
-        producer.result("polyglot")
+        producer.ticket("polyglot").result()
 
 
 def test_what_would_unpack_to_gigabytes_costs_a_producer_little(ticket, worker, connection):

@@ -148,7 +148,7 @@ def test_a_server_that_refuses_us_in_the_middle_of_a_wait_is_not_waited_out(prod
 @pytest.mark.slow
 def test_a_wrong_password_is_not_waited_out(redis_url):
     with pytest.raises(RedisUnavailable, match=r"^refused by the Redis server") as caught:
-        Producer(redis_url.replace("redis://", "redis://nobody:hunter2@")).result("x", timeout_s=30)
+        Producer(redis_url.replace("redis://", "redis://nobody:hunter2@")).ticket("x").result(timeout_s=30)
     assert "hunter2" not in str(caught.value)
 
 

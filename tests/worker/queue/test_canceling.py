@@ -51,7 +51,7 @@ def test_a_canceled_job_runs_no_more_whatever_its_worker_does_with_it(
 ):
     enqueue(plain, **RETRIES[retries])
     [job] = claim(queue)
-    assert producer.cancel("job") is True
+    assert producer.ticket("job").cancel() is True
     go_on(job, way)
     assert places(connection, "job") == ["canceled"]
     assert connection.hget("rq:job:job", "status") == b"canceled"
@@ -69,7 +69,9 @@ def test_a_cancel_during_the_last_write_of_a_run_ends_the_job_or_finds_that_it_h
         enqueue(plain, job_id=f"job-{n}", **RETRIES["at once"])
         [job] = claim(queue)
         answers = []
-        canceling = threading.Thread(target=lambda n=n, answers=answers: answers.append(producer.cancel(f"job-{n}")))
+        canceling = threading.Thread(
+            target=lambda n=n, answers=answers: answers.append(producer.ticket(f"job-{n}").cancel())
+        )
         canceling.start()
         go_on(job, way)
         canceling.join()
@@ -83,7 +85,7 @@ def test_a_cancel_during_the_last_write_of_a_run_ends_the_job_or_finds_that_it_h
 def test_a_job_that_is_kept_for_no_time_that_can_be_read_is_canceled_like_any_other(connection, producer, plain, ttl):
     enqueue(plain)
     connection.hset("rq:job:job", "failure_ttl", ttl)
-    assert producer.cancel("job") is True
+    assert producer.ticket("job").cancel() is True
     assert places(connection, "job") == ["canceled"]
     assert connection.ttl("rq:job:job") == (-1 if ttl == "-9" else 7 * 86_400)
 
@@ -94,7 +96,7 @@ def test_a_job_canceled_after_its_workers_death_is_not_put_back(connection, prod
     enqueue(plain, job_id="other", agent_id="b")
     assert ids(claim(dead)) == ["job", "other"]
     die(dead)
-    assert producer.cancel("job") is True
+    assert producer.ticket("job").cancel() is True
     assert recovered(alive) == 1
     assert ids(claim(alive)) == ["other"]
     assert places(connection, "job") == ["canceled"]
@@ -104,7 +106,7 @@ def test_a_cancel_is_refused_once_the_turn_is_being_saved(connection, producer, 
     enqueue(plain)
     [job] = claim(queue)
     job.begin_save()
-    assert producer.cancel("job") is False
+    assert producer.ticket("job").cancel() is False
     finish(job, ACCEPTED)
     assert places(connection, "job") == ["finished"]
 
@@ -112,7 +114,7 @@ def test_a_cancel_is_refused_once_the_turn_is_being_saved(connection, producer, 
 def test_a_save_does_not_begin_after_a_cancel(producer, plain, queue):
     enqueue(plain)
     [job] = claim(queue)
-    assert producer.cancel("job") is True
+    assert producer.ticket("job").cancel() is True
     with pytest.raises(OwnershipLost):
         job.begin_save()
 
@@ -125,9 +127,9 @@ def test_a_cancel_is_refused_after_the_worker_died_in_its_save(connection, produ
     job.begin_save()
     die(dead)
     assert recovered(alive) == 1
-    assert producer.cancel("job") is False
+    assert producer.ticket("job").cancel() is False
     [job] = claim(alive)
-    assert producer.cancel("job") is False
+    assert producer.ticket("job").cancel() is False
     finish(job, ACCEPTED)
     assert places(connection, "job") == ["finished"]
 
@@ -138,7 +140,7 @@ def test_a_run_whose_turn_was_not_saved_can_be_canceled_again_after_it(producer,
     [job] = claim(queue)
     job.begin_save()
     WAYS_ON[end](job)
-    assert producer.cancel("job") is True
+    assert producer.ticket("job").cancel() is True
 
 
 def test_an_id_used_anew_can_be_canceled_though_an_earlier_job_of_it_was_being_saved(producer, plain, queue):
@@ -146,7 +148,7 @@ def test_an_id_used_anew_can_be_canceled_though_an_earlier_job_of_it_was_being_s
     [job] = claim(queue)
     job.begin_save()
     enqueue(plain)
-    assert producer.cancel("job") is True
+    assert producer.ticket("job").cancel() is True
 
 
 def test_a_cancel_whose_reply_was_lost_is_answered_true(producer, plain, monkeypatch):
@@ -161,15 +163,15 @@ def test_a_cancel_whose_reply_was_lost_is_answered_true(producer, plain, monkeyp
         return replies
 
     monkeypatch.setattr(Pipeline, "execute", loses_one_reply)
-    assert producer.cancel("job") is True
-    assert producer.cancel("job") is False
+    assert producer.ticket("job").cancel() is True
+    assert producer.ticket("job").cancel() is False
 
 
 @pytest.mark.parametrize("ttl", ["x", "1.5", "9" * 30])
 def test_a_job_whose_hash_is_malformed_can_be_canceled(connection, producer, plain, ttl):
     enqueue(plain)
     connection.hset("rq:job:job", "failure_ttl", ttl)
-    assert producer.cancel("job") is True
+    assert producer.ticket("job").cancel() is True
     assert places(connection, "job") == ["canceled"]
     assert 0 < connection.ttl("rq:job:job") <= 7 * 86_400
 
@@ -182,7 +184,7 @@ def test_a_job_that_rq_could_not_end_in_its_save_can_be_canceled_once_it_is_enqu
     queue._job_finish.fail_bare(in_flight.run, "x")
     job.release()
     plain.failed_job_registry.requeue("job")
-    assert producer.cancel("job") is True
+    assert producer.ticket("job").cancel() is True
 
 
 @pytest.fixture

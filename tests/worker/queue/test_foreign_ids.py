@@ -55,12 +55,12 @@ def test_a_job_with_an_id_rq_cannot_read_is_failed_with_the_reason_and_other_job
         [(_, entry)] = server.xread({f"rq:results:{job_id}": "0-0"})[0][1]
         assert entry[b"type"] == b"2"
         with pytest.raises(JobFailed, match=r"InvalidRequest: .*letters.*digits") as caught:
-            producer.result(job_id, timeout_s=1)
+            producer.ticket(job_id).result(timeout_s=1)
         assert "\n" not in caught.value.reason
         assert server.hget(f"rq:job:{job_id}", "status") == b"failed"
         assert 0 < server.ttl(f"rq:job:{job_id}") <= WEEK_S
         assert 0 < server.ttl(f"rq:results:{job_id}") <= WEEK_S
-        assert producer.result(f"good-{number}", timeout_s=1).usage.completion_tokens == 4
+        assert producer.ticket(f"good-{number}").result(timeout_s=1).usage.completion_tokens == 4
     assert {member.decode() for member in server.zrange("rq:failed:generate", 0, -1)} == set(IDS)
     assert server.llen("rq:queue:generate") == 0
     assert server.zcard("rq:wip:generate") == 0
@@ -117,7 +117,7 @@ def test_a_key_that_is_no_job_affects_no_other_job(server, queue):
 def test_canceling_such_a_waiting_job_reports_that_rq_cannot(server):
     enqueue(server, "a.b")
     with pytest.raises(JobNotFound, match="letters"):
-        Producer(server).cancel("a.b")
+        Producer(server).ticket("a.b").cancel()
 
 
 @contextmanager

@@ -127,7 +127,7 @@ def test_the_reason_names_the_field_and_a_retry_is_not_used_for_it(connection, q
     enqueue("bad", {name: value, "retries_left": 3})
     assert play(queue, connection) == []
     with pytest.raises(JobFailed, match=f"PayloadRefused: the job's hash is malformed: {name}"):
-        producer.result("bad", timeout_s=1)
+        producer.ticket("bad").result(timeout_s=1)
 
 
 @pytest.mark.parametrize(
