@@ -40,10 +40,6 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     by = {(cell["blocks"], cell["layers"]): cell for cell in cells}
     found: Json = {
         "cells": cells,
-        "targets": [
-            {"blocks": cell[0], "layers": cell[1], "bytes": by[cell]["bytes"], "target_ms": target}
-            for cell, target in TARGETS_MS.items() if cell in by
-        ],
         "from_memory": [
             from_memory(folder / "memory", blocks=blocks, layers=layers, rounds=4 if quick else 60)
             for blocks, layers in ([(1, 12)] if quick else TARGETS_MS)
@@ -188,102 +184,35 @@ DIRECT = {
 }  # fmt: skip
 
 
-def render(content: Json, results: Path) -> Report:
-    plot(content, results)
-    last = {**content["cells"][-1], "mb": content["cells"][-1]["bytes"] / 1e6, "floor": _floor_ms(content["cells"][-1])}
-    number = say(last, "{blocks} blocks of {layers} layers: p95 {reconstruct_ms[p95]:.0f} ms for {mb:.0f} MB; one copy "
-                 "of them {floor:.0f} ms")  # fmt: skip
-    return Report("cache reconstruction", number, {
-        "summary": _summary(content),
-        "targets": _targets(content),
-        "from memory": _from_memory(content),
-        "cells": columns(map(_with_mb, content["cells"]), CELLS),
-        "scaling": _scaling(content),
-        "gemma": columns(map(_with_mb, content["gemma"]), GEMMA),
-        "round trip": _times("step", content["round_trip"]["ms"]) + say(content["round_trip"], ROUND_TRIP),
-        "direct": columns(content["direct"], DIRECT),
-        "turns": _turns(content["turns"]),
-        "padded": _times("layout", {name: content["padded"][key] for key, name in PADDED.items()})
-        + say(content["padded"], PADDED_RATIO),
-    })  # fmt: skip
-
-
-def _with_target(content: Json) -> Iterator[tuple[str, Json, float]]:
-    """The seed's cases: their names, cells and milliseconds."""
-    by = {(cell["blocks"], cell["layers"]): cell for cell in content["cells"]}
-    for one in content["targets"]:
-        yield f"{one['blocks']} x {one['layers']}", by[one["blocks"], one["layers"]], one["target_ms"]
-
-
-def _floor_ms(cell: Json) -> float:
-    """The faster of the two copies into memory in use."""
-    return min(cell[key]["p50"] for key in ("used_copy_ms", "threads_copy_ms"))
-
-
-def _summary(content: Json) -> str:
-    pairs = list(_with_target(content))
-    met = sum(cell["reconstruct_ms"]["p95"] < target for _, cell, target in pairs)
-    in_ram = {(one["blocks"], one["layers"]): one["handed_over_ms"]["p95"] for one in content["from_memory"]}
-    met_in_ram = sum(p95 < TARGETS_MS[cell] for cell, p95 in in_ram.items())
-    last = max(content["cells"], key=lambda cell: cell["bytes"])
-    whole, held = content["gemma"]
-    lines = [
-        f"From memory, as the seed measures, {met_in_ram} of its {len(in_ram)} targets are met: "
-        f"p95 {_ms(max(in_ram.values()))} ms at 32 blocks of 48 layers, handed over.",
-        f"From files, where each byte is read and verified, {met} of the seed's {len(pairs)} latency targets are met.",
-        f"{last['blocks']} blocks of {last['layers']} layers ({_mb(last)} MB): p95 "
-        f"{_ms(last['reconstruct_ms']['p95'])} ms; one copy of the bytes {_ms(_floor_ms(last))} ms.",
-        f"Gemma 3 12B's 32 blocks: p95 {_ms(whole['reconstruct_ms']['p95'])} ms with every layer whole ({_mb(whole)} "
-        f"MB), {_ms(held['reconstruct_ms']['p95'])} ms as its caches are ({_mb(held)} MB).",
-    ]
-    for cell in content["cells"]:
-        if (cell["blocks"], cell["layers"]) == (32, 30):
-            lines.append(
-                "The project's own target, at most 1.5 copies into fresh memory at 32 blocks of 30 layers: "
-                f"{short(cell['copies'])}, median of {cell['copies']['n']} rounds; of the faster copy into memory in "
-                f"use {short(cell['of_floor'])}."
-            )
-    first, row = content["direct"][0], content["direct"][-1]
-    turns = content["turns"]
-    lines += [
-        f"SmolLM2's whole answer of {row['answer_tokens']} tokens came {first['total_speedup']} times as fast from a "
-        f"restored cache at {first['tokens']} tokens and {row['total_speedup']} times as fast at {row['tokens']}; its "
-        f"first token {first['speedup']} and {row['speedup']} times as fast.",
-        f"The last first token of five agents with {turns['tokens']} tokens each came {turns['first_speedup']} times "
-        "as fast with restored caches.",
-    ]
-    return "\n".join(lines)
-
-
-def _targets(content: Json) -> str:
-    head = ("blocks x layers", "MB", "target p95, ms", "measured p95, ms", "met", "copy, GB/s", "floor: MB / GB/s, ms",
-            "p50 / floor", "floor within the target", "a copy needs, GB/s")  # fmt: skip
-    last = "32 x 48, Gemma 3 12B, {}"
-    rows = []
-    for name, cell, target in [*_with_target(content), *((last.format(x["name"]), x, 5.0) for x in content["gemma"])]:
-        floor, p50, p95 = _floor_ms(cell), cell["reconstruct_ms"]["p50"], cell["reconstruct_ms"]["p95"]
-        rows.append((name, _mb(cell), target, _ms(p95), yes(p95 < target, "no"), f"{cell['bytes'] / floor / 1e6:.1f}",
-                     _ms(floor), f"{p50 / floor:.1f}", yes(floor < target, "no"),
-                     f"{2 * cell['bytes'] / target / 1e6:.0f}"))  # fmt: skip
-    return table(head, rows)
-
-
-def _from_memory(content: Json) -> str:
-    cells = ({**_with_mb(one), "target": TARGETS_MS[one["blocks"], one["layers"]]} for one in content["from_memory"])
-    return columns(cells, FROM_MEMORY)
-
-
-def _scaling(content: Json) -> str:
-    fit, leak = content["fit"], content["leak"]
-    resident = ", ".join(f"{mb:.0f}" for mb in leak["resident_mb"])
-    return (
-        f"Over all {len(content['cells'])} cells the median is {fit['at_zero_ms']} ms + {fit['ms_per_mb']} ms per MB "
-        f"(r2 {fit['r2']}); a power law through them has the exponent {fit['exponent']} (1 is linear).\n"
-        f"{leak['rounds']} reconstructions of {leak['blocks']} blocks of {leak['layers']} layers ({leak['cell_mb']} MB "
-        f"each): the process held {resident} MB at the start, the quarters and the end; growth {leak['growth_mb']} MB."
-    )
-
-
+TARGETS = {
+    "blocks x layers": "{case}", "MB": "{mb}", "target p95, ms": "{target}",
+    "measured p95, ms": "{reconstruct_ms[p95]:.3g}", "met": "{met}", "copy, GB/s": "{gb_s:.1f}",
+    "floor: MB / GB/s, ms": "{floor:.3g}", "p50 / floor": "{floors:.1f}", "floor within the target": "{within}",
+    "a copy needs, GB/s": "{needs:.0f}",
+}  # fmt: skip
+PERCENTILES = {"mean, ms": "{mean:.3g}", "p50": "{p50:.3g}", "p95": "{p95:.3g}", "p99": "{p99:.3g}", "n": "{n}"}
+SUMMARY = (
+    "From memory, as the seed measures, {in_ram} of its {n_in_ram} targets are met: p95 {most_in_ram:.3g} ms at 32 "
+    "blocks of 48 layers, handed over.\n"
+    "From files, where each byte is read and verified, {met} of the seed's {n_targets} latency targets are met.\n"
+    "{last[blocks]} blocks of {last[layers]} layers ({last[mb]} MB): p95 {last[reconstruct_ms][p95]:.3g} ms; one copy "
+    "of the bytes {last[floor]:.3g} ms.\n"
+    "Gemma 3 12B's 32 blocks: p95 {whole[reconstruct_ms][p95]:.3g} ms with every layer whole ({whole[mb]} MB), "
+    "{held[reconstruct_ms][p95]:.3g} ms as its caches are ({held[mb]} MB).\n"
+    "The project's own target, at most 1.5 copies into fresh memory at 32 blocks of 30 layers: {own[copies]:.3g}, "
+    "median of {own[copies][n]} rounds; of the faster copy into memory in use {own[of_floor]:.3g}.\n"
+    "SmolLM2's whole answer of {long[answer_tokens]} tokens came {first[total_speedup]} times as fast from a restored "
+    "cache at {first[tokens]} tokens and {long[total_speedup]} times as fast at {long[tokens]}; its first token "
+    "{first[speedup]} and {long[speedup]} times as fast.\n"
+    "The last first token of five agents with {turns[tokens]} tokens each came {turns[first_speedup]} times as fast "
+    "with restored caches."
+)
+SCALING = (
+    "Over all {n_cells} cells the median is {fit[at_zero_ms]} ms + {fit[ms_per_mb]} ms per MB (r2 {fit[r2]}); a power "
+    "law through them has the exponent {fit[exponent]} (1 is linear).\n"
+    "{leak[rounds]} reconstructions of {leak[blocks]} blocks of {leak[layers]} layers ({leak[cell_mb]} MB each): the "
+    "process held {resident} MB at the start, the quarters and the end; growth {leak[growth_mb]} MB."
+)
 PADDED = {"blocks_ms": "612 tokens: two blocks and a tail", "padded_ms": "768 tokens: padded"}
 PADDED_RATIO = (
     "\n\nBlocks took {ratio:.3g} of the padded layout's time (median of {ratio[n]} pairs); the bytes are "
@@ -296,33 +225,67 @@ ROUND_TRIP = (
 )
 
 
+def render(content: Json, results: Path) -> Report:
+    plot(content, results)
+    cells, (whole, held) = [_with_floor(cell) for cell in content["cells"]], map(_with_floor, content["gemma"])
+    by = {(cell["blocks"], cell["layers"]): cell for cell in cells}
+    seeds = [_aimed(by[at], f"{at[0]} x {at[1]}", ms) for at, ms in TARGETS_MS.items() if at in by]
+    in_ram = [{**one, "mb": f"{one['bytes'] / 1e6:.1f}", "target": TARGETS_MS[one["blocks"], one["layers"]]}
+              for one in content["from_memory"]]  # fmt: skip
+    p95 = [one["handed_over_ms"]["p95"] for one in in_ram]
+    known = {
+        **content, "last": cells[-1], "whole": whole, "held": held, "own": by.get((32, 30)), "n_cells": len(cells),
+        "first": content["direct"][0], "long": content["direct"][-1], "n_in_ram": len(p95), "most_in_ram": max(p95),
+        "in_ram": sum(one["handed_over_ms"]["p95"] < one["target"] for one in in_ram), "n_targets": len(seeds),
+        "met": sum(one["met"] == "yes" for one in seeds),
+        "resident": ", ".join(f"{mb:.0f}" for mb in content["leak"]["resident_mb"]),
+    }  # fmt: skip
+    number = say(cells[-1], "{blocks} blocks of {layers} layers: p95 {reconstruct_ms[p95]:.0f} ms for {mb_whole} MB; "
+                 "one copy of them {floor:.0f} ms")  # fmt: skip
+    of_gemma = [_aimed(cell, f"32 x 48, Gemma 3 12B, {cell['name']}", 5.0) for cell in (whole, held)]
+    padded, trip = content["padded"], content["round_trip"]
+    return Report("cache reconstruction", number, {
+        "summary": say(known, SUMMARY),
+        "targets": columns([*seeds, *of_gemma], TARGETS),
+        "from memory": columns(in_ram, FROM_MEMORY),
+        "cells": columns(cells, CELLS),
+        "scaling": say(known, SCALING),
+        "gemma": columns([whole, held], GEMMA),
+        "round trip": _times("step", trip["ms"]) + say(trip, ROUND_TRIP),
+        "direct": columns(content["direct"], DIRECT),
+        "turns": _turns(content["turns"]),
+        "padded": _times("layout", {name: padded[key] for key, name in PADDED.items()}) + say(padded, PADDED_RATIO),
+    })  # fmt: skip
+
+
+def _with_floor(cell: Json) -> Json:
+    """With its megabytes, and the faster of the two copies into memory in use."""
+    mb, floor = cell["bytes"] / 1e6, min(cell[key]["p50"] for key in ("used_copy_ms", "threads_copy_ms"))
+    return {**cell, "mb": f"{mb:.1f}", "mb_whole": f"{mb:.0f}", "floor": floor}
+
+
+def _aimed(cell: Json, case: str, target_ms: float) -> Json:
+    took, floor, n_bytes = cell["reconstruct_ms"], cell["floor"], cell["bytes"]
+    return {
+        **cell, "case": case, "target": target_ms, "met": yes(took["p95"] < target_ms, "no"),
+        "within": yes(floor < target_ms, "no"), "floors": took["p50"] / floor, "gb_s": n_bytes / floor / 1e6,
+        "needs": 2 * n_bytes / target_ms / 1e6,
+    }  # fmt: skip
+
+
 def _times(head: str, found: Json) -> str:
-    rows = [(name, *(_ms(ms[k]) for k in ("mean", "p50", "p95", "p99")), ms["n"]) for name, ms in found.items()]
-    return table((head, "mean, ms", "p50", "p95", "p99", "n"), rows)
+    return columns([{**ms, "name": name} for name, ms in found.items()], {head: "{name}", **PERCENTILES})
 
 
 def _turns(found: Json) -> str:
     head = (f"{found['agents']} agents of {found['tokens']} tokens", "all prepared, s", "last first token, s",
             f"last of {found['answer_tokens']} tokens, s", "n")  # fmt: skip
-    keys = ("restored_s", "first_s", "total_s")
-    names = {"without": "without caches", "restored": "restored"}
     rows = [
-        (name, *(short(found[way][key]) for key in keys), found[way]["first_s"]["n"]) for way, name in names.items()
+        (name, *(short(found[way][key]) for key in ("restored_s", "first_s", "total_s")), found[way]["first_s"]["n"])
+        for way, name in {"without": "without caches", "restored": "restored"}.items()
     ]
     rows.append(("times as fast", "", found["first_speedup"], found["total_speedup"], ""))
     return f"{table(head, rows)}\n\nThe same tokens in all of them: {yes(found['same_tokens'])}."
-
-
-def _with_mb(cell: Json) -> Json:
-    return {**cell, "mb": _mb(cell)}
-
-
-def _mb(cell: Json) -> str:
-    return f"{cell['bytes'] / 1e6:.1f}"
-
-
-def _ms(value: float) -> str:
-    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
 def plot(content: Json, results: Path) -> None:
@@ -339,7 +302,8 @@ def plot(content: Json, results: Path) -> None:
         copies = {"fresh memory": "fresh_copy_ms", "memory in use": "used_copy_ms", "all threads": "threads_copy_ms"}
         shown = {f"copy: {name}": [cell[key]["p50"] for cell in cells] for name, key in copies.items()}
         lines(axes, mb, shown, marker="", ls="--")
-        targets = [(one["bytes"] / 1e6, one["target_ms"]) for one in content["targets"]]
+        at = {(cell["blocks"], cell["layers"]): cell["bytes"] / 1e6 for cell in cells}
+        targets = [(at[cell], ms) for cell, ms in TARGETS_MS.items() if cell in at]
         axes.plot(*zip(*targets, strict=True), "kx", label="the seed's targets (p95)")
         axes.set(xscale="log", yscale="log", xlabel="MB of cache", ylabel="ms")
 
