@@ -152,39 +152,42 @@ RATIOS = {"stoker's round": "{kind}", "beside (best peer)": "{best}", "ratio": "
 
 
 def render(content: Json, results: Path) -> Report:
-    jobs, rounds = content["backlog"], _rounds(content)
+    jobs, fleet, repeats = content["backlog"], content["fleet"], content["repeats"]
+    turns = {name: [turn for repeat in repeats for turn in repeat["turns"][name]] for name in repeats[0]["turns"]}
+    rounds, starts = ({name: _by_kind(found, key) for name, found in turns.items()} for key in ("s", "start_s"))
     kinds = list(dict.fromkeys(kind for found in rounds.values() for kind in found))
     ratios = [{"kind": kind, **found, "ratio": found, "asked": MOST_FIRST if kind == FIRST else MOST_LATER}
               for kind, found in content["ratios"].items()]  # fmt: skip
-    rates = [
-        (name, span(found, " s"), f"{jobs['jobs'] / found['median']:.2f}") for name, found in jobs["seconds"].items()
-    ]
     number = say(content, "a later round {ratios[kept running][median]} times as long (asked: 1); the backlog at "
                  "{backlog[rate][median]} times its rate")  # fmt: skip
+    versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+    of_peer = f" The third server's environment: {versions}." if versions else ""
+    rates = [(name, span(s, " s"), f"{jobs['jobs'] / s['median']:.2f}") for name, s in jobs["seconds"].items()]
+    of_fleet = {name: [turn["s"] for turn in found] for name, found in fleet["turns"].items()}
     return Report("this worker and its peers, kept running and restarted", number, {
         "summary": _summary(content),
-        "machine": machine_line(content) + _versions(content),
-        "rounds": table(
-            ("server", *kinds),
-            [(name, *(_cell(found.get(kind, [])) for kind in kinds)) for name, found in rounds.items()],
-        ),
+        "machine": machine_line(content) + of_peer,
+        "rounds": table(("server", *kinds), [(name, *(_cell(found.get(kind, [])) for kind in kinds))
+                                             for name, found in rounds.items()]),
         "ratios": columns(ratios, RATIOS),
-        "starts": table(("server", "ready again after"), list(_starts(content))),
-        "fleet": _fleet_table(content["fleet"]),
-        "parts": _parts(content),
+        "starts": table(("server", "ready again after"), [(f"{name}, {kind}", _cell(seconds))
+                        for name, found in starts.items() for kind, seconds in found.items()]),
+        "fleet": table(("server", "first turn", "second", "third, restarted if its caches survive that", "all"),
+                       [(name, *(f"{s:.1f} s" for s in (*found, sum(found)))) for name, found in of_fleet.items()]),
+        "parts": _parts(turns[STOKER], kinds),
         "backlog": table(("server", "the backlog", "jobs/s"), rates),
-        "first tokens": _first_tokens(content),
+        "first tokens": table(("server", "to the first token, mean of the agents", "from there to the last answer"),
+                              [(name, *_first_tokens(found)) for name, found in turns.items()]),
         "answers": _answers(content),
     })  # fmt: skip
 
 
-def _rounds(content: Json) -> dict[str, dict[str, list[float]]]:
-    """Seconds, by server and by what came before the round."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for repeat in content["repeats"]:
-        for name, turns in repeat["turns"].items():
-            for turn in turns:
-                found.setdefault(name, {}).setdefault(turn["kind"], []).append(turn["s"])
+def _by_kind(turns: Sequence[Json], key: str) -> dict[str, list[float]]:
+    """Seconds by what came before the turn; without those that have none."""
+    found: dict[str, list[float]] = {}
+    for turn in turns:
+        if turn[key] is not None:
+            found.setdefault(turn["kind"], []).append(turn[key])
     return found
 
 
@@ -211,32 +214,8 @@ def _summary(content: Json) -> str:
     )
 
 
-def _versions(content: Json) -> str:
-    if not content["versions"]:
-        return ""
-    found = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
-    return f" The third server's environment: {found}."
-
-
-def _fleet_table(fleet: Json) -> str:
-    rows = [
-        (name, *(f"{turn['s']:.1f} s" for turn in turns), f"{sum(turn['s'] for turn in turns):.1f} s")
-        for name, turns in fleet["turns"].items()
-    ]
-    return table(("server", "first turn", "second", "third, restarted if its caches survive that", "all"), rows)
-
-
-def _starts(content: Json) -> Iterator[tuple[str, str]]:
-    for name in content["repeats"][0]["turns"]:
-        turns = [turn for repeat in content["repeats"] for turn in repeat["turns"][name]]
-        for kind in dict.fromkeys(turn["kind"] for turn in turns if turn["start_s"]):
-            yield f"{name}, {kind}", _cell([turn["start_s"] for turn in turns if turn["kind"] == kind])
-
-
-def _parts(content: Json) -> str:
+def _parts(turns: Sequence[Json], kinds: Sequence[str]) -> str:
     """Of stoker's rounds; medians, so the parts need not add up."""
-    turns = [turn for repeat in content["repeats"] for turn in repeat["turns"]["stoker"]]
-    kinds = list(dict.fromkeys(turn["kind"] for turn in turns))
 
     def row(name: str, of: str, unit: str) -> tuple[str, ...]:
         found = (statistics.median(turn[of][name] for turn in turns if turn["kind"] == kind) for kind in kinds)
@@ -247,16 +226,11 @@ def _parts(content: Json) -> str:
     return table(("of stoker's round", *kinds), rows)
 
 
-def _first_tokens(content: Json) -> str:
-    """Of the rounds whose answers were streamed."""
-    rows = []
-    for name in content["repeats"][0]["turns"]:
-        turns = [turn for repeat in content["repeats"] for turn in repeat["turns"][name]]
-        streamed = [turn for turn in turns if turn["kind"] == STREAMED]
-        first = spread([turn["first_token_s"] for turn in streamed], digits=2)
-        rest = spread([turn["s"] - turn["first_token_s"] for turn in streamed], digits=2)
-        rows.append((name, span(first, " s"), span(rest, " s")))
-    return table(("server", "to the first token, mean of the agents", "from there to the last answer"), rows)
+def _first_tokens(turns: Sequence[Json]) -> Iterator[str]:
+    """Of the rounds whose answers were streamed: until the first token, and from there to the last answer."""
+    streamed = [turn for turn in turns if turn["kind"] == STREAMED]
+    yield span(spread([turn["first_token_s"] for turn in streamed], digits=2), " s")
+    yield span(spread([turn["s"] - turn["first_token_s"] for turn in streamed], digits=2), " s")
 
 
 def _answers(content: Json) -> str:
