@@ -18,7 +18,7 @@ import numpy as np
 from bench import Bench, main
 from common import Json, note, ratios, spread, take_turns, timed
 from prompts import SIX_KINDS, text_of
-from report import Report, columns, figure, lines, say, short, table
+from report import Report, columns, say, short, table
 from rows_bench import CONTESTANTS, Contexts, Job, Load, run_once, same_tokens
 from works import let_decode, work
 
@@ -96,15 +96,13 @@ MOST_LONGEST, MOST_JOIN, MOST_MEMORY = 1.5, 1.3, 1.15
 def measured(bench: Bench, contexts: Contexts, load: Load, rounds: int) -> Json:
     """Let the contestants take turns; ratios are taken within a round."""
     note(f"{load.name}, {rounds} rounds")
-    load.runs = take_turns({one.name: partial(run_once, bench, contexts, load, one) for one in CONTESTANTS}, rounds)
-    mlx_lm, rows = load.runs.values()
+    taken = take_turns({one.name: partial(run_once, bench, contexts, load, one) for one in CONTESTANTS}, rounds)
+    mlx_lm, rows = taken.values()
     bytes_of_rows = sum(job.n_tokens for job in load.jobs) * bench.model.spec.bytes_per_token
     return {
         "key": load.key,
         "name": load.name,
-        "places": load.places,
         "n_rows": len(load.jobs),
-        "generated": sum(job.max_tokens for job in load.jobs),
         "target": load.target,
         "ratio": ratios([run.seconds for run in mlx_lm], [run.seconds for run in rows]),
         "same_rows": same_tokens([*mlx_lm, *rows]),
@@ -116,7 +114,7 @@ def measured(bench: Bench, contexts: Contexts, load: Load, rounds: int) -> Json:
                 "peak_mb": spread([run.peak / 1e6 for run in runs], digits=1),
                 "peak_to_rows": round(statistics.median(run.peak for run in runs) / bytes_of_rows, 3),
             }
-            for name, runs in load.runs.items()
+            for name, runs in taken.items()
         },
     }
 
@@ -220,7 +218,6 @@ def verdict(found: list[Json], join: Json) -> Json:
 
 
 def render(content: Json, results: Path) -> Report:
-    plot(content, results)
     loads, joins = content["loads"], content["joins"]
     number = (
         f"with restored caches {loads[1]['ratio']['median']} times mlx-lm's speed; the longest step "
@@ -268,14 +265,6 @@ def _joins(joins: Json) -> str:
     lines = [(title, *(short(join[name]) for join in joins.values())) for name, title in names.items()]
     own = [f"{join['longest']['median'] / join['beside']['median']:.3g}" for join in joins.values()]
     return table(("", *joins), [*lines, ("the longest, in steps once it decodes (of the medians)", *own)])
-
-
-def plot(content: Json, results: Path) -> None:
-    with figure(content, results, "rows", (6, 4)) as axes:
-        for mode, join in content["joins"].items():
-            longest = max(join["steps"], key=len)
-            lines(axes, range(1, len(longest) + 1), {mode: longest})
-        axes.set(yscale="log", xlabel="step since the long row was submitted", ylabel="time of a step, 1 = quiet")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ place. MLX is imported after the BLAS library is loaded.
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from bench import Bench
@@ -30,16 +30,15 @@ class Job:
         return len(self.context) + len(self.prompt) + self.max_tokens
 
 
-@dataclass
+@dataclass(frozen=True)
 class Load:
-    """Rows for a number of places, and the measurements of each contestant's rounds."""
+    """Rows for a number of places."""
 
     key: str
     name: str
     places: int
     target: float
     jobs: list[Job]
-    runs: dict[str, list["Run"]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
