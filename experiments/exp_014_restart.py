@@ -97,7 +97,7 @@ def steps(bench: Bench, folder: Path, *, blocks: int, rows: int, repeats: int) -
     taken: dict[str, list[float]] = {"quiet": [], "reading": [], "reading ahead": [], "joining": []}
     reads: list[float] = []
     ids, n_tokens = random_tokens(BLOCK_TOKENS * blocks), BLOCK_TOKENS * blocks
-    cache = SequenceCache(n_tokens, Contents.random(bench.model.spec, n_tokens, 1).layers)
+    cache = SequenceCache(n_tokens, Contents.random(bench.model.spec, n_tokens).layers)
     with closing(AgentCacheStore(folder, memory_max_bytes=2 << 30)) as store:
         agent = save_turn(store, bench.model, "long", ids, cache)
         engine, restoring = bench.worker_engine(16, max_step_s=0.5), bench.with_room()

@@ -49,8 +49,8 @@ def model_of(spec: ModelCacheSpec) -> LoadedModel:
     return LoadedModel("synthetic", fingerprint, "tok", 1 << 20, spec, tokenizer, room_type=MlxRoom)
 
 
-def random_tokens(n_tokens: int, seed: int = 1) -> tuple[int, ...]:
-    return tuple(np.random.default_rng(seed).integers(2, 40_000, n_tokens).tolist())
+def random_tokens(n_tokens: int) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(1).integers(2, 40_000, n_tokens).tolist())
 
 
 def turn_after(base: AgentVersion, model: LoadedModel, ids: Sequence[int], cache: SequenceCache | None) -> Turn:
@@ -81,11 +81,11 @@ class Contents:
     states: tuple[LayerState, ...]
 
     @classmethod
-    def random(cls, spec: ModelCacheSpec, n_tokens: int, seed: int) -> "Contents":
+    def random(cls, spec: ModelCacheSpec, n_tokens: int) -> "Contents":
         layers, states = empty_layers(spec, n_tokens), empty_states(spec, n_tokens)
         arrays = [*chain.from_iterable(layers), *chain.from_iterable(states)]
         memory = np.empty(sum(array.nbytes for array in arrays), np.uint8)
-        np.random.default_rng(seed).random(out=memory.view(np.float32), dtype=np.float32)
+        np.random.default_rng(1).random(out=memory.view(np.float32), dtype=np.float32)
         views = _views(memory, arrays)
         in_pairs = tuple((next(views), next(views)) for _ in layers)
         return cls(memory, in_pairs, tuple(tuple(next(views) for _ in state) for state in states))
@@ -114,21 +114,11 @@ class SavedAgent:
     contents: Contents
 
     @classmethod
-    def save(
-        cls,
-        store: AgentCacheStore,
-        spec: ModelCacheSpec,
-        n_tokens: int,
-        *,
-        seed: int = 1,
-        contents: Contents | None = None,
-    ) -> "SavedAgent":
-        """An agent of its own for each `seed`. The contents are random if none are given."""
-        model, name = model_of(spec), f"agent {seed}"
-        contents = contents or Contents.random(spec, n_tokens, seed)
-        ids = random_tokens(n_tokens, seed)
+    def save(cls, store: AgentCacheStore, spec: ModelCacheSpec, n_tokens: int) -> "SavedAgent":
+        """An agent with random contents."""
+        model, ids, contents = model_of(spec), random_tokens(n_tokens), Contents.random(spec, n_tokens)
         snapshots = (Snapshot(n_tokens, contents.states),) if contents.states else ()
-        agent = save_turn(store, model, name, ids, SequenceCache(n_tokens, contents.layers, snapshots))
+        agent = save_turn(store, model, "agent", ids, SequenceCache(n_tokens, contents.layers, snapshots))
         return cls(SimpleNamespace(make_cache=partial(_empty_caches, spec)), store, model, agent, ids, contents)
 
     def restore(self, n_tokens: int) -> SequenceCache:
@@ -158,13 +148,11 @@ class SavedAgent:
 
 
 @contextmanager
-def saved_agent(
-    folder: Path, spec: ModelCacheSpec, n_tokens: int, contents: Contents | None = None
-) -> Iterator[SavedAgent]:
+def saved_agent(folder: Path, spec: ModelCacheSpec, n_tokens: int) -> Iterator[SavedAgent]:
     """An agent in a store of its own, which is removed in the end, from the page cache too."""
     note(f"saving {n_tokens} tokens of {len(spec.layers)} layers")
     with closing(AgentCacheStore(folder)) as store:
-        yield SavedAgent.save(store, spec, n_tokens, contents=contents)
+        yield SavedAgent.save(store, spec, n_tokens)
     shutil.rmtree(folder)
 
 
