@@ -226,24 +226,18 @@ def _over_time(slices: list[Json]) -> str:
         some = slices[first : first + size]
         last, seconds = some[-1], sum(one["s"] for one in some)
         predicted = sum(one["predicted_s"] for one in some)
-        note = " (killed and restarted)" if any(one["has_restart"] for one in some) else ""
+        whole = [one for one in some if not one["has_restart"]]  # in a restart, a new process begins to count
+        cpu_s, of_cpu = (sum(one[name] for one in whole) for name in ("cpu_s", "predicted_cpu_s"))
+        note = "" if len(whole) == len(some) else " (killed and restarted)"
         rows.append([
             f"{last['jobs']}{note}", f"{seconds:.1f}", sum(one["prefilled"] for one in some),
             sum(one["generated"] for one in some), f"{sum(one['generated'] for one in some) / seconds:.1f}",
-            f"{seconds / predicted:.2f}", _cpu(some), f"{last['rss_mb']:.0f}", f"{last['active_mb']:.0f}",
-            f"{max(one['peak_mb'] for one in some):.0f}", f"{last['store_mb']:.0f}",
+            f"{seconds / predicted:.2f}", f"{cpu_s / of_cpu:.2f}" if whole else "-", f"{last['rss_mb']:.0f}",
+            f"{last['active_mb']:.0f}", f"{max(one['peak_mb'] for one in some):.0f}", f"{last['store_mb']:.0f}",
         ])  # fmt: skip
     head = ["jobs ended", "s", "tokens prefilled", "generated", "generated per s", "time by the work",
             "CPU time by the work", "RSS, MB", "MLX active, MB", "MLX peak, MB", "store, MB"]  # fmt: skip
     return table(head, rows)
-
-
-def _cpu(some: list[Json]) -> str:
-    """CPU seconds over predicted ones; without the slice of a restart, in which a new process begins to count."""
-    whole = [one for one in some if not one["has_restart"]]
-    if not whole:
-        return "-"
-    return f"{sum(one['cpu_s'] for one in whole) / sum(one['predicted_cpu_s'] for one in whole):.2f}"
 
 
 def plot(content: Json, results: Path) -> None:

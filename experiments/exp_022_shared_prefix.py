@@ -7,11 +7,11 @@ with one for all. The contestants take turns. Run: ``python experiments/exp_022_
 import random
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 from bench import Bench, main
 from common import Json, note, ratios, spread, take_turns
@@ -42,18 +42,12 @@ class Run:
     tokens: list[tuple[int, ...]]
 
 
-@contextmanager
-def only(contestant: str) -> Iterator[None]:
+def only(contestant: str) -> Any:
     """Let every sequence have a copy of the beginning, or let them share it."""
     from stoker_worker.engine import scheduler
 
-    least = scheduler.LEAST_SHARED
-    if contestant == NAMES[0]:
-        scheduler.LEAST_SHARED = 10**9  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        scheduler.LEAST_SHARED = least  # type: ignore[misc]
+    least = 10**9 if contestant == NAMES[0] else scheduler.LEAST_SHARED
+    return patch.object(scheduler, "LEAST_SHARED", least)
 
 
 def run_once(bench: Bench, works: list[GenerationWork], contestant: str) -> Run:
@@ -109,9 +103,7 @@ def measured(bench: Bench, works: list[GenerationWork], n_tokens: int, rounds: i
         "rows": len(works),
         "speed": ratios(*step_s.values()),
         "memory": round(shared[0].cache_bytes / copies[0].cache_bytes, 3),
-        "same_rows": sum(
-            len(set(tokens)) == 1 for tokens in zip(*(run.tokens for run in copies + shared), strict=True)
-        ),
+        "same_rows": sum(len(set(row)) == 1 for row in zip(*(run.tokens for run in copies + shared), strict=True)),
         **{
             name: {
                 "step_ms": spread([1000 * seconds for seconds in step_s[name]], digits=1),
