@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from signal import SIGKILL, SIGTERM, Signals
@@ -109,10 +109,10 @@ def requests(load: Load, text: Text, progress: Callable[[int], float]) -> Iterat
 
 def soak(folder: Path, load: Load, text: Text) -> tuple[Served, list[Json], list[Json]]:
     """Run a load; returns what was served, the worker's samples of itself, and those of its store and server."""
-    beside, began = list[Json](), time.monotonic()
+    beside, began = list[Json](), cache(time.monotonic)  # of its first call, when the worker is ready
 
     def progress(n_jobs: int) -> float:
-        return n_jobs / load.jobs if load.jobs else (time.monotonic() - began) / load.seconds
+        return n_jobs / load.jobs if load.jobs else (time.monotonic() - began()) / load.seconds
 
     def look(n_ended: int, connection: Redis) -> None:
         if beside and time.time() - beside[-1]["at"] < load.seconds / POINTS:
