@@ -55,7 +55,7 @@ ALLOWED_IMPORTERS = {
     "starlette": ("stoker.serve.",),
     "uvicorn": ("stoker.serve.server.", "stoker.serve.connections."),
     "click": COMMANDS,
-    "prometheus_client": ("stoker_worker.metrics.",),
+    "prometheus_client": ("stoker_worker.metrics.", "stoker.serve.metrics."),
     "pyarrow": ("stoker.batch.parquet_rows.", "stoker.batch.answer_table."),
     "obstore": ("stoker_worker.memory.replica.bucket.",),
     "pickle": (),

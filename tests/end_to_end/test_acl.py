@@ -335,7 +335,7 @@ TRIED = {
     "take jobs out": "ZREM rq:finished:q j, ZREM rq:failed:q j, DEL rq:results:j",
     "delete texts as": "DEL stoker:stream:j",
     "send commands": "PUBLISH rq:pubsub:w {}",
-    "write batches": "HSET stoker:batch:b n 1, HSET stoker:trust t 1",
+    "write batches": "HSET stoker:batch:b n 1, ZADD stoker:serve:s 1 j, HSET stoker:trust t 1",
     "write results": "XADD rq:results:j * type 1, EXPIRE rq:results:j 1, ZADD rq:finished:q 1 j, ZADD rq:failed:q 1 j, "
     "ZADD rq:wip:q 1 j:e",
     "delete a whole queue": "DEL rq:queue:q, DEL rq:finished:q, SET rq:suspended 1, SADD rq:workers rq:worker:w",

@@ -24,6 +24,7 @@ class ApiCall:
         is_streamed: the answer is to be sent as events.
         kept: what the answer needs of the body, as plain JSON.
         is_stored: the input and the answer are kept for later calls.
+        is_background: the call is answered at once, and its job goes on without it.
         continues: the id of a stored answer whose conversation comes before the input.
         n_instructions: how many of the request's first messages come before that conversation.
         input: as it came, of a call that is stored.
@@ -34,6 +35,7 @@ class ApiCall:
     is_streamed: bool = False
     kept: Mapping[str, Any] = field(default_factory=dict)
     is_stored: bool = False
+    is_background: bool = False
     continues: str | None = None
     n_instructions: int = 0
     input: Any = None
@@ -45,7 +47,8 @@ class ApiCall:
         Raises:
             FieldRefused: there are several, or the answer needs a server.
         """
-        for name, is_given in (("stream", self.is_streamed), ("previous_response_id", self.continues)):
+        needs = {"stream": self.is_streamed, "background": self.is_background, "previous_response_id": self.continues}
+        for name, is_given in needs.items():
             if is_given:
                 raise FieldRefused(name, "is not served in a batch")
         if len(self.requests) > 1:

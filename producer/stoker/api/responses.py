@@ -4,7 +4,7 @@ An item of the input becomes a chat message or a part of one: thinking and calls
 beside them. Tools that a server would have to run itself are left out.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from stoker.api.deltas import Delta, Deltas
@@ -221,7 +221,6 @@ RULES: Final[Mapping[str, Rule]] = {
     **session("prompt_cache_key", "user"),
     **ignored("metadata", "safety_identifier", "service_tier", "client_metadata", "access_programs"),
     **ignored("prompt_cache_options", "prompt_cache_retention", "background_options"),
-    **only("background", False),
     **only("truncation", "disabled"),
     **only("context_management", []),
     **only("conversation"),
@@ -234,7 +233,7 @@ RULES: Final[Mapping[str, Rule]] = {
     **copied("cache", "cache_salt", "guide", "max_reasoning_tokens", "min_p", "seed", "stop"),
     **copied("task", "top_k", "repetition_penalty"),
 }
-"""Besides these: `stream`, `stream_options`, `store` and `previous_response_id`."""
+"""Besides these: `stream`, `stream_options`, `store`, `background` and `previous_response_id`."""
 
 
 class Responses:
@@ -246,7 +245,9 @@ class Responses:
     def read(self, body: dict[str, Any], options: BodyOptions) -> ApiCall:
         is_streamed = take_flag(body, "stream")
         body.pop("stream_options", None)
-        store = take_flag(body, "store", default=True)
+        store, background = take_flag(body, "store", default=True), take_flag(body, "background")
+        if background and not store:
+            raise FieldRefused("background", "needs 'store'", "invalid_value")
         previous = body.pop("previous_response_id", None)
         if previous is not None and not isinstance(previous, str):
             raise FieldRefused("previous_response_id", "is not a string", "invalid_value")
@@ -260,8 +261,9 @@ class Responses:
             (fields,),
             str(body.get("model")),
             is_streamed,
-            _echo(body, fields, previous),
+            {**_echo(body, fields, previous), "background": background},
             is_stored=store,
+            is_background=background,
             continues=previous,
             n_instructions=bool(body.get("instructions")),
             input=items_of(body["input"]) if store else None,
@@ -518,3 +520,16 @@ class ResponseEvents:
         made = event({"type": kind, "sequence_number": self._number, **fields}, kind)
         self._number += 1
         return made
+
+
+def input_items(items: Iterable[Any]) -> list[dict[str, Any]]:
+    """The input as a list of items with ids, newest first, as the API lists them."""
+    listed = []
+    for number, item in enumerate(items):
+        kind = item.get("type", "message")
+        form = {"type": kind, **item, "id": item.get("id") or f"item_{number}"}
+        if kind == "message" and isinstance(form.get("content"), str):
+            part = "output_text" if form.get("role") == "assistant" else "input_text"
+            form["content"] = [{"type": part, "text": form["content"]}]
+        listed.append(form)
+    return listed[::-1]

@@ -1,22 +1,35 @@
-"""The dashboard's own pages: the jobs of a queue, and Stoker in place of the workers. Reads only.
+"""The dashboard's own pages: the jobs of a queue, one job, and Stoker in place of the workers. Reads only.
 
-Stoker's figures are in an element `#live`. `live.js` fetches the page again, as often as rq-dashboard's scripts fetch
-their data, and replaces that element.
+The figures of such a page are in an element `#live`. `live.js` fetches the page again, as often as rq-dashboard's
+scripts fetch their data, and replaces that element.
 """
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from flask import Flask, Response, abort, current_app, make_response, render_template, url_for
 from jinja2 import ChoiceLoader, FileSystemLoader, PrefixLoader
 from redis import Redis
+from rq.job import Job
 from rq_dashboard import web
 
-from stoker.operations import run
-from stoker.overview import overview
-from stoker.tables import job_table, queue_table, shared_store_table, trouble_text, worker_table
-from stoker_shared.wire import DEFAULT_QUEUE
+from stoker.operations import Operation, ask, run
+from stoker.overview import QueueStatus, overview, queues_now
+from stoker.presence import is_ours, live_workers
+from stoker.tables import (
+    DEAD,
+    job_table,
+    queue_table,
+    rate_text,
+    shared_store_table,
+    trouble_text,
+    worker_table,
+)
+from stoker.tickets import TicketStatus, status_of
+from stoker_shared.job_data import MAX_DATA_BYTES, read_json, unpacked
+from stoker_shared.wire import DEFAULT_QUEUE, REQUEST_KWARG
 
 _TEMPLATES: Final = Path(__file__).parent / "templates"
 
@@ -30,14 +43,110 @@ def find_own_templates(app: Flask) -> None:
     app.jinja_loader = ChoiceLoader([FileSystemLoader(_TEMPLATES), original])
 
 
-def open_the_usual_queue(app: Flask) -> None:
-    """Open the queue of jobs that name none. rq-dashboard opens ``default``, as of 0.9.0."""
-    original = app.view_functions["rq_dashboard.jobs_overview"]
+def page(template: str, tab: str, **values: Any) -> Response:
+    """A page with these values.
 
-    def view(queue_name: str | None, **others: Any) -> Any:
-        return original(queue_name=queue_name or DEFAULT_QUEUE, **others)
+    Args:
+        tab: the tab that the navigation marks.
+    """
+    shared = {
+        "current_instance": 0,
+        "instance_list": current_app.config["RQ_DASHBOARD_REDIS_URL"],
+        "rq_url_prefix": url_for("rq_dashboard.queues_overview"),
+        "rq_dashboard_version": web.rq_dashboard_version,
+        "rq_version": web.rq_version,
+        "active_tab": tab,
+        "enable_delete": True,
+    }
+    response = make_response(render_template(template, **shared, **values))
+    response.headers["Cache-Control"] = "no-store"
+    return response
 
-    app.view_functions["rq_dashboard.jobs_overview"] = view
+
+_LEFT_BEHIND: Final = "no heartbeat: the job goes back to its queue when a worker starts; below are its last figures"
+
+
+def show_progress_of_jobs(app: Flask, connection: Redis) -> None:
+    """Show a job's agent, its place in the queue or its worker, stage, tokens and rate.
+
+    rq-dashboard shows of a running job that it is ``started``, and its raw ``meta``, as of 0.9.0.
+    """
+    app.view_functions["rq_dashboard.job_view"] = lambda instance_number, job_id: page(
+        "stoker_job.html", "jobs", id=job_id, facts=run(connection, facts_of(job_id))
+    )
+
+
+def facts_of(job_id: str) -> Operation[list[tuple[str, str]]]:
+    """Labels and texts.
+
+    Raises:
+        JobNotFound: no such job (any more).
+    """
+    status = yield from status_of(job_id)
+    data = yield from ask("HGET", Job.key_for(job_id), "data")
+    living = {worker.name for worker in (yield from live_workers())}
+    facts = [("State", _state(status)), ("Agent", _agent(data or b"") or "none")]
+    if status.worker:
+        facts.append(("Worker", status.worker))
+        if is_ours(status.worker) and status.worker not in living:
+            facts.append((DEAD, _LEFT_BEHIND))
+    if status.stage:
+        facts.append(("Stage", status.stage))
+        facts.append(("Tokens", str(status.tokens)))
+        facts.append(("Rate", f"{rate_text(status.tokens_per_s or 0.0)} tokens/s"))
+    return facts
+
+
+def _state(status: TicketStatus) -> str:
+    text = status.state
+    if status.position is not None:
+        text += f", {status.position} ahead of it" if status.position else ", next"
+    return f"{text}; {status.warning}" if status.warning else text
+
+
+def _agent(data: bytes) -> str | None:
+    try:
+        *_, kwargs = read_json(unpacked(data), MAX_DATA_BYTES)
+        agent = kwargs[REQUEST_KWARG]["agent_id"]
+    except (ValueError, TypeError, KeyError):  # not a job of stoker's
+        return None
+    return agent if isinstance(agent, str) else None
+
+
+_VIEW: Final = "rq_dashboard.jobs_overview"
+_COUNTED_IN: Final = {
+    "queued": "waiting",
+    "started": "running",
+    "scheduled": "scheduled",
+    "deferred": "deferred",
+    "failed": "failed",
+    "finished": "finished",
+}
+"""RQ's registries as rq-dashboard names them, in the order in which they are searched, and our counts of their jobs."""
+
+
+def open_a_queue_with_jobs(app: Flask, connection: Redis) -> None:
+    """Open the queue with the most jobs that wait, or else run.
+
+    rq-dashboard opens the queue ``default`` and says "No jobs", however many there are elsewhere, as of 0.9.0.
+    """
+    original = app.view_functions[_VIEW]
+
+    def view(queue_name: str | None, registry_name: str, **others: Any) -> Any:
+        if queue_name is None:
+            queue_name, registry_name = place_with_jobs(run(connection, queues_now()))
+        return original(queue_name=queue_name, registry_name=registry_name, **others)
+
+    app.view_functions[_VIEW] = view
+
+
+def place_with_jobs(queues: Sequence[QueueStatus]) -> tuple[str, str]:
+    """A queue and one of its registries, not empty if any is not."""
+    for registry, count in _COUNTED_IN.items():
+        fullest = max(queues, key=lambda queue: int(getattr(queue, count)), default=None)
+        if fullest is not None and getattr(fullest, count):
+            return fullest.name, registry
+    return DEFAULT_QUEUE, "queued"
 
 
 def show_stoker_in_place_of_workers(app: Flask, connection: Redis) -> None:
@@ -57,25 +166,9 @@ def show_stoker_in_place_of_workers(app: Flask, connection: Redis) -> None:
         ]
         dead = {worker.name for worker in now.workers if not worker.is_alive}
         at = time.strftime("%H:%M:%S")
-        shown = {"trouble": trouble_text(now), "tables": tables, "dead": dead, "at": at}
-        response = make_response(render_template("stoker.html", **shown, **_around_it()))
-        response.headers["Cache-Control"] = "no-store"
-        return response
+        return page("stoker.html", "workers", trouble=trouble_text(now), tables=tables, dead=dead, at=at)
 
     # By this name it is a page of rq-dashboard's blueprint, with all that surrounds them.
     app.add_url_rule("/<int:instance_number>/view/stoker", "rq_dashboard.stoker", view)
     app.view_functions["rq_dashboard.workers_overview"] = view
     app.view_functions["rq_dashboard.list_workers"] = lambda instance_number: abort(404)
-
-
-def _around_it() -> dict[str, Any]:
-    """The values of rq-dashboard's own templates."""
-    return {
-        "current_instance": 0,
-        "instance_list": current_app.config["RQ_DASHBOARD_REDIS_URL"],
-        "rq_url_prefix": url_for("rq_dashboard.queues_overview"),
-        "rq_dashboard_version": web.rq_dashboard_version,
-        "rq_version": web.rq_version,
-        "active_tab": "workers",
-        "enable_delete": True,
-    }

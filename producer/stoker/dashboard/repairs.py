@@ -25,6 +25,7 @@ from rq.results import Result
 from rq.serializers import JSONSerializer
 from rq.utils import as_text
 from rq_dashboard import web
+from werkzeug.routing import BaseConverter
 
 from stoker.connection import address, described
 from stoker_shared.errors import JobNotFound, QueueError
@@ -268,6 +269,21 @@ def never_unpickle() -> None:
     rq.serializers.PickleSerializer = JSONSerializer  # type: ignore[assignment]
     rq.serializers.SERIALIZER_ALIASES["pickle"] = JSONSerializer
     web.config.serializer = JSONSerializer
+
+
+def find_names_with_slashes(app: Flask) -> None:
+    """Let a queue's name or a job's id have slashes. Before the routes are added.
+
+    rq-dashboard, in all releases, has no page for the queue ``team/nightly``. The first name of a route gets all
+    slashes: those after it are a registry, a number or an order.
+    """
+    app.url_map.converters["default"] = _AnyName
+    app.url_map.merge_slashes = False
+
+
+class _AnyName(BaseConverter):
+    regex = "(?s:.+)"
+    part_isolating = False
 
 
 def share_connection(app: Flask, connection: Redis) -> None:

@@ -18,7 +18,8 @@ from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler
 from stoker.connection import address, open_connection, redis_errors
 from stoker.dashboard.pages import (
     find_own_templates,
-    open_the_usual_queue,
+    open_a_queue_with_jobs,
+    show_progress_of_jobs,
     show_stoker_in_place_of_workers,
 )
 from stoker.dashboard.repairs import (
@@ -27,6 +28,7 @@ from stoker.dashboard.repairs import (
     encode_unreadable_meta,
     escape_job_texts,
     escape_names_in_scripts,
+    find_names_with_slashes,
     never_unpickle,
     read_jobs_of_any_client,
     refuse_other_names,
@@ -106,11 +108,13 @@ def build_app(connection: Redis, *, names: Collection[str]) -> Flask:
     share_connection(app, connection)
     read_jobs_of_any_client()
     encode_unreadable_meta(app)
+    find_names_with_slashes(app)
     app.register_blueprint(web.blueprint)
     web.setup_rq_connection(app)
     find_own_templates(app)
     escape_names_in_scripts(app)
-    open_the_usual_queue(app)
+    open_a_queue_with_jobs(app, connection)
+    show_progress_of_jobs(app, connection)
     show_stoker_in_place_of_workers(app, connection)
     refuse_other_names(app, names)
     refuse_other_sites(app)

@@ -26,9 +26,11 @@ from stoker.serve.batch_runner import BatchRunner
 from stoker.serve.connections import LoopErrors
 from stoker.serve.generation import generate
 from stoker.serve.guard import FILES_PATH, HEALTH_PATHS, ROOT_PATH, Guard
+from stoker.serve.metrics import METRICS_PATH, Counted, metrics
 from stoker.serve.responses import CLIENT_IS_GONE, Json, failed, on_error
 from stoker.serve.settings import ServeSettings
 from stoker.serve.store import BatchStore, FileStore
+from stoker.serve.stored_responses import Background
 from stoker_shared.errors import RedisUnavailable, StokerError
 
 _BATCHES_PATH = "/v1/batches"
@@ -39,7 +41,7 @@ def build_app(redis_url: str, settings: ServeSettings) -> Starlette:
     """
     Raises:
         ValueError: not a Redis URL.
-        OSError: the store cannot be made.
+        OSError: the batch store cannot be made.
     """
     routes = [Route(url, generate, methods=["POST"]) for url in ENDPOINTS]
     routes += [
@@ -47,8 +49,10 @@ def build_app(redis_url: str, settings: ServeSettings) -> Starlette:
         Route("/v1/models/{name:path}", _model, methods=["GET"]),
         Route(ROOT_PATH, _root, methods=["GET"]),
         *(Route(path, _healthz, methods=["GET"]) for path in HEALTH_PATHS),
+        Route(METRICS_PATH, metrics, methods=["GET"]),
     ]
-    routes += _store_routes()
+    if settings.batch_store is not None:
+        routes += _store_routes()
     limits = {"max_body_bytes": settings.max_body_bytes, "max_file_bytes": settings.max_file_bytes}
     app = Starlette(
         routes=routes,
@@ -60,6 +64,7 @@ def build_app(redis_url: str, settings: ServeSettings) -> Starlette:
                 allow_headers=["*"],
                 expose_headers=["*"],
             ),
+            Middleware(Counted),
             Middleware(Guard, tokens=settings.tokens, origins=frozenset(settings.allowed_origins), **limits),
         ],
         exception_handlers={
@@ -70,9 +75,15 @@ def build_app(redis_url: str, settings: ServeSettings) -> Starlette:
         lifespan=_lifespan,
     )
     app.state.backend = Backend(redis_url, settings)
-    app.state.files = FileStore(settings.batch_store)
-    app.state.batches = BatchStore(settings.batch_store)
-    app.state.runner = BatchRunner(open_connection(redis_url), app.state.batches, app.state.files, settings)
+    app.state.runner = app.state.background = None
+    if settings.batch_store is not None:
+        app.state.files = FileStore(settings.batch_store)
+        app.state.batches = BatchStore(settings.batch_store)
+        stores = (app.state.batches, app.state.files)
+        responses = settings.response_store()
+        assert responses is not None
+        app.state.background = Background(app.state.backend, responses)
+        app.state.runner = BatchRunner(open_connection(redis_url), *stores, settings)
     return app
 
 
@@ -89,19 +100,27 @@ def _store_routes() -> list[Route]:
         Route(f"{_BATCHES_PATH}/{{batch_id}}/cancel", batches.cancel, methods=["POST"]),
         Route(f"{_RESPONSES_PATH}/{{response_id}}", stored_responses.retrieve, methods=["GET"]),
         Route(f"{_RESPONSES_PATH}/{{response_id}}", stored_responses.delete, methods=["DELETE"]),
+        Route(f"{_RESPONSES_PATH}/{{response_id}}/cancel", stored_responses.cancel, methods=["POST"]),
+        Route(f"{_RESPONSES_PATH}/{{response_id}}/input_items", stored_responses.list_input, methods=["GET"]),
     ]
 
 
 @asynccontextmanager
 async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     asyncio.get_running_loop().set_exception_handler(LoopErrors())
-    app.state.runner.start()
-    sweeping = asyncio.create_task(stored_responses.sweep_often(app.state.backend.store))
+    runner: BatchRunner | None = app.state.runner
+    if runner is not None:
+        runner.start()
+    background: Background | None = app.state.background
+    if background is not None:
+        await background.start()
     try:
         yield
     finally:
-        app.state.runner.stop()
-        sweeping.cancel()
+        if runner is not None:
+            runner.stop()
+        if background is not None:
+            await background.aclose()
         await app.state.backend.aclose()
 
 
@@ -139,7 +158,7 @@ async def _model(request: Request) -> Response:
 async def _root(request: Request) -> Response:
     """What listens here; clients also ask for it to see whether anything does."""
     others = ("/v1/models", FILES_PATH, _BATCHES_PATH)
-    return Json({"name": "stoker serve", "endpoints": [*ENDPOINTS, *others, *HEALTH_PATHS]})
+    return Json({"name": "stoker serve", "endpoints": [*ENDPOINTS, *others, *HEALTH_PATHS, METRICS_PATH]})
 
 
 async def _healthz(request: Request) -> Response:

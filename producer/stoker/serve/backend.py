@@ -1,21 +1,24 @@
-"""The queue behind the server: one connection to Redis, the limit of calls in flight, and the look for workers."""
+"""The queue behind the server: one connection to Redis, the limit of calls in flight, and the look for workers.
+
+Owns the keys ``stoker:serve:waiting:NAME`` (sorted set: the calls in flight of a token's name, by the time at which
+they end at the latest, so that those of a process that was killed go by themselves).
+"""
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any, Final
+from uuid import uuid4
 
 from stoker.api.failure import Failure
 from stoker.connection import open_async_connection
 from stoker.new_job import NewJob
-from stoker.operations import Operation, T
+from stoker.operations import Commands, Operation, T, ask
 from stoker.presence import LiveWorker, still_loading
 from stoker.producer import AsyncProducer
 from stoker.serve.intake import CallHead, CallJobs, call_jobs
 from stoker.serve.settings import ServeSettings
-from stoker.serve.store import ResponseStore
 from stoker.submitting import enqueue
 from stoker.tickets import AsyncTicket, SharedConnection
 
@@ -25,6 +28,8 @@ _READY_LOOK_S: Final = 2.0
 _RETRY_S: Final = 5
 _MOST_LIVE: Final = 64
 _READ_AT_ONCE: Final = 2
+_GRACE_S: Final = 60
+"""Seconds beyond the longest call after which a place is free again."""
 
 
 class Backend:
@@ -34,18 +39,14 @@ class Backend:
         producer: knows the workers.
         live: one place for each text that is read as it is generated; each needs a connection to Redis.
         calls: the tasks that have a job. A stop that has canceled them lets them end.
-        store: blocks, so it is used in other threads.
     """
 
     def __init__(self, redis_url: str, settings: ServeSettings) -> None:
         """
         Raises:
             ValueError: not a Redis URL.
-            OSError: the store cannot be made.
         """
         self.settings = settings
-        self.store = ResponseStore(settings.batch_store)
-        self._in_flight: Counter[str] = Counter()
         self.live = asyncio.Semaphore(_MOST_LIVE)
         self.calls: set[asyncio.Task[Any]] = set()
         self._readers = ThreadPoolExecutor(_READ_AT_ONCE, thread_name_prefix="intake")
@@ -76,7 +77,7 @@ class Backend:
 
         def read() -> CallJobs:
             body.seek(0)
-            return call_jobs(body.read(), head, self.settings, self.store)
+            return call_jobs(body.read(), head, self.settings)
 
         return await asyncio.get_running_loop().run_in_executor(self._readers, read)
 
@@ -88,6 +89,10 @@ class Backend:
         """
         await self.run(enqueue(jobs[0].queue, list(jobs), at_front=False, ids_are_new=ids_are_new))
         return [AsyncTicket(self._shared, job.job_id, is_new=ids_are_new) for job in jobs]
+
+    def ticket(self, job_id: str) -> AsyncTicket:
+        """A job that was enqueued before."""
+        return AsyncTicket(self._shared, job_id)
 
     async def require_worker(self, model: str | None) -> None:
         """
@@ -127,20 +132,21 @@ class Backend:
             return "model_loading", message
         return None
 
-    def take_place(self, owner: str) -> None:
-        """Count a call in flight of this name; `leave_place` ends it.
+    async def take_place(self, owner: str) -> str:
+        """A place among the calls in flight of this name; `leave_place` gives it back.
 
         Raises:
             Failure: there are `max_waiting` calls already.
         """
-        if self._in_flight[owner] >= self.settings.max_waiting:
+        place = uuid4().hex
+        if not await self.run(_take(owner, place, self.settings)):
             message = f"{self.settings.max_waiting} calls of {owner!r} are in flight already"
             code = "too_many_waiting"
             raise Failure(429, message, kind="rate_limit_error", code=code, retryable=True, retry_after_s=_RETRY_S)
-        self._in_flight[owner] += 1
+        return place
 
-    def leave_place(self, owner: str) -> None:
-        self._in_flight[owner] -= 1
+    async def leave_place(self, owner: str, place: str) -> None:
+        await self.run(ask("ZREM", _key(owner), place))
 
 
 def wrong_model(name: str, loaded: Sequence[str]) -> Failure:
@@ -148,3 +154,24 @@ def wrong_model(name: str, loaded: Sequence[str]) -> Failure:
     models = f"; it serves {', '.join(map(repr, loaded))}" if loaded else ""
     message = f"the model {name!r} is not served here{models}"
     return Failure(404, message, code="model_not_found", param="model")
+
+
+def _take(owner: str, place: str, settings: ServeSettings) -> Operation[bool]:
+    """Adds the place first and counts then, so that calls at the same time never exceed the limit."""
+    key, now, lasts_s = _key(owner), time.time(), settings.timeout_s + _GRACE_S
+    _, _, n_taken, _ = yield Commands(
+        [
+            ("ZREMRANGEBYSCORE", key, "-inf", now),
+            ("ZADD", key, now + lasts_s, place),
+            ("ZCARD", key),
+            ("EXPIRE", key, lasts_s),
+        ]
+    )
+    if n_taken <= settings.max_waiting:
+        return True
+    yield from ask("ZREM", key, place)
+    return False
+
+
+def _key(owner: str) -> str:
+    return f"stoker:serve:waiting:{owner}"

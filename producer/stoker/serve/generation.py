@@ -13,6 +13,7 @@ from contextlib import aclosing, suppress
 from itertools import chain
 from typing import Any, Final, Self
 
+from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -34,6 +35,7 @@ from stoker.serve.responses import (
     received,
     until_hung_up,
 )
+from stoker.serve.store import ResponseStore
 from stoker.tickets import AsyncTicket
 from stoker_shared.errors import StokerError
 from stoker_shared.result import GenerationResult
@@ -49,41 +51,39 @@ class RunningCall:
         created_s: when the jobs were enqueued, in Unix seconds.
     """
 
-    def __init__(self, backend: Backend, call: ApiCall, endpoint: Endpoint, owner: str) -> None:
+    def __init__(self, app: State, call: ApiCall, endpoint: Endpoint, owner: str, place: str) -> None:
         self.tickets: list[AsyncTicket] = []
         self.created_s = int(time.time())
         self.call = call
         self.endpoint = endpoint
-        self._backend = backend
+        self._backend: Backend = app.backend
+        self._store: ResponseStore | None = app.background.store if call.is_stored else None
         self._owner = owner
+        self._place = place
         self._must_cancel = False
+        self._has_left = False
 
     @classmethod
-    async def begin(cls, backend: Backend, endpoint: Endpoint, owner: str, made: CallJobs) -> Self:
-        """Enqueue the jobs, and store the input if it is to be stored.
+    async def begin(cls, app: State, endpoint: Endpoint, owner: str, made: CallJobs) -> Self:
+        """Enqueue the jobs.
 
         Raises:
-            Failure: no worker, too many calls in flight, or no room to store it.
+            Failure: no worker, or too many calls in flight.
             DuplicateJob: the key names another job.
             RedisUnavailable: no server answers.
         """
+        backend: Backend = app.backend
         if (task := asyncio.current_task()) is not None:
             backend.calls.add(task)
             task.add_done_callback(backend.calls.discard)
         await backend.require_worker(made.model)
-        backend.take_place(owner)
-        running = cls(backend, made.call, endpoint, owner)
+        running = cls(app, made.call, endpoint, owner, await backend.take_place(owner))
         try:
             running.tickets = await backend.enqueue(made.jobs, ids_are_new=not made.is_keyed)
-            running._must_cancel = not made.is_keyed
-            if made.stored is not None:
-                await asyncio.to_thread(backend.store.add, made.stored)
-        except BaseException as error:
-            await running.end()
-            if isinstance(error, OSError):
-                message = f"the response cannot be stored: {error.strerror}"
-                raise Failure(503, message, kind="server_error", code="no_space", retryable=True) from None
+        except BaseException:
+            await running._leave()
             raise
+        running._must_cancel = not made.is_keyed and not made.call.is_background
         return running
 
     @property
@@ -100,10 +100,10 @@ class RunningCall:
         timeout_s = self._backend.settings.timeout_s
         results = await asyncio.gather(*(ticket.result(timeout_s) for ticket in self.tickets))
         self._must_cancel = False
-        if self.call.is_stored:
+        if self._store is not None and not self.call.is_background:
             answer = self.endpoint.answer(results, self.created_s, self.call.kept)
             try:
-                await asyncio.to_thread(self._backend.store.set_answer, response_id(self.job_id), answer)
+                await asyncio.to_thread(self._store.set_answer, response_id(self.job_id), answer)
             except FileNotFoundError:
                 pass  # it was deleted meanwhile
             except OSError as error:  # the caller has its answer all the same
@@ -119,9 +119,15 @@ class RunningCall:
             for ticket in self.tickets:
                 with suppress(StokerError):
                     await ticket.cancel()
-            if self.call.is_stored:
-                await asyncio.to_thread(self._backend.store.remove, response_id(self.job_id))
-        self._backend.leave_place(self._owner)
+            if self._store is not None:
+                await asyncio.to_thread(self._store.remove, response_id(self.job_id))
+        await self._leave()
+
+    async def _leave(self) -> None:
+        if not self._has_left:
+            self._has_left = True
+            with suppress(StokerError):  # then the place expires
+                await self._backend.leave_place(self._owner, self._place)
 
 
 KEEP_ALIVE_S: Final = 10.0
@@ -216,19 +222,33 @@ async def generate(request: Request) -> Response:
     Raises:
         Failure, StokerError: the call is refused; nothing was enqueued.
     """
-    backend: Backend = request.app.state.backend
-    endpoint, owner = ENDPOINTS[request.url.path], request.state.owner
+    app, owner = request.app.state, request.state.owner
+    endpoint = ENDPOINTS[request.url.path]
     async with received(request) as body:
-        made = await backend.call_jobs(body, CallHead.of(endpoint.url, request.headers, owner))
-    running = await RunningCall.begin(backend, endpoint, owner, made)
-    has_one_text = made.has_one_text
+        made = await app.backend.call_jobs(body, CallHead.of(endpoint.url, request.headers, owner))
+    try:
+        running = await RunningCall.begin(app, endpoint, owner, made)
+    except BaseException:
+        if made.has_new_response:
+            await asyncio.to_thread(app.background.store.remove, response_id(made.jobs[0].job_id))
+        raise
+    has_one_text, is_new = made.has_one_text, made.has_new_response
     del made  # with the prompts, which are in Redis now
     headers = id_headers(running.job_id, request.headers.get(REQUEST_ID))
+    if running.call.is_background:
+        try:
+            begun = await app.background.begun(owner, response_id(running.job_id), is_new=is_new)
+        except BaseException:
+            await running.end()
+            raise
+        if not running.call.is_streamed:
+            await running.end()
+            return Json(begun, headers=headers)
     if not running.call.is_streamed:
         return await _answer(request, running, headers)
     writer = endpoint.events(running.job_id, running.call, running.created_s)
     begin, deltas = iter(writer.begin()), Deltas(is_raw=endpoint.is_raw)
-    events = _events(backend, running, writer, begin, deltas, is_live=has_one_text)
+    events = _events(app.backend, running, writer, begin, deltas, is_live=has_one_text)
     return EventStream(running, writer, begin, events, headers)
 
 

@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 
 from stoker.api.endpoint import ApiCall
 from stoker.api.endpoints import ENDPOINTS
-from stoker.api.failure import of_exception
+from stoker.api.failure import Failure, FieldRefused, of_exception
 from stoker.api.fields import session_name, settle_memory
 from stoker.api.responses import messages_of, response_id
 from stoker.new_job import JobOptions, NewJob, require_job_id
@@ -30,6 +30,9 @@ _KEPT_S: Final = 3600
 
 _MOST_KEY_CHARACTERS: Final = 200
 """Of an id of a stored response, which is a folder's name too."""
+
+_BACKGROUND_S: Final = 86_400
+"""How long a job may run that nobody waits for, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class CallJobs:
         call: what was read, without the requests.
         has_one_text: the answer is one text that can be streamed as it is generated.
         model: that the jobs ask for; ``None`` for any.
-        stored: what later calls may continue, if the call is to be stored.
+        has_new_response: its input was stored just now.
     """
 
     jobs: tuple[NewJob, ...]
@@ -72,10 +75,10 @@ class CallJobs:
     call: ApiCall
     has_one_text: bool
     model: str | None
-    stored: StoredResponse | None
+    has_new_response: bool
 
 
-def call_jobs(raw: bytes, head: CallHead, settings: ServeSettings, store: ResponseStore) -> CallJobs:
+def call_jobs(raw: bytes, head: CallHead, settings: ServeSettings) -> CallJobs:
     """
     Args:
         raw: the body.
@@ -83,15 +86,18 @@ def call_jobs(raw: bytes, head: CallHead, settings: ServeSettings, store: Respon
     Raises:
         Failure: the call is refused.
     """
-    timeout_s = settings.timeout_s
-    kept = JobOptions(job_timeout_s=timeout_s, ttl_s=timeout_s + _KEPT_S, result_ttl_s=_KEPT_S, failure_ttl_s=_KEPT_S)
+    store = settings.response_store()
     try:
         call = ENDPOINTS[head.url].read(json_object(raw), settings.body_options)
+        timeout_s = _BACKGROUND_S if call.is_background else settings.timeout_s
+        kept = JobOptions(
+            job_timeout_s=timeout_s, ttl_s=timeout_s + _KEPT_S, result_ttl_s=_KEPT_S, failure_ttl_s=_KEPT_S
+        )
         # A call that is made again with its key has to be the same request.
         session = uuid4().hex if head.key is None else session_name(head.key)
         if call.continues is not None:
             session = _continue(call, head.owner, store)
-        if call.is_stored:
+        if store is not None and call.is_stored:
             call.requests[0].setdefault("session", session)
         if head.key is not None:
             require_job_id("Idempotency-Key", head.key)
@@ -104,13 +110,13 @@ def call_jobs(raw: bytes, head: CallHead, settings: ServeSettings, store: Respon
         )
     except RequestError as error:
         raise of_exception(error) from None
-    stored = None
-    if call.is_stored:
-        of = response_id(jobs[0].job_id)
-        stored = StoredResponse(of, head.owner, int(time.time()), call.continues, session, call.input)
+    if store is None and call.is_background:
+        raise Failure(400, "'background' needs a store (--batch-store)", code="invalid_value", param="background")
+    is_stored = store is not None and call.is_stored
+    has_new_response = store is not None and is_stored and _store(store, call, head.owner, jobs[0].job_id, session)
     has_one_text = len(requests) == 1 and requests[0].n == 1 and not requests[0].logprobs
-    call = replace(call, requests=(), input=None)
-    return CallJobs(jobs, head.key is not None, call, has_one_text, requests[0].model, stored)
+    call = replace(call, requests=(), input=None, is_stored=is_stored)
+    return CallJobs(jobs, head.key is not None, call, has_one_text, requests[0].model, has_new_response)
 
 
 def _with_head(fields: Mapping[str, Any], head: CallHead) -> dict[str, Any]:
@@ -126,13 +132,35 @@ def _with_head(fields: Mapping[str, Any], head: CallHead) -> dict[str, Any]:
     return known
 
 
-def _continue(call: ApiCall, owner: str, store: ResponseStore) -> str:
+def _continue(call: ApiCall, owner: str, store: ResponseStore | None) -> str:
     """Put the conversation before the input; returns its session."""
     assert call.continues is not None
+    if store is None:
+        raise FieldRefused("previous_response_id", "needs a store (--batch-store)")
     (request,) = call.requests
     before = messages_of(store.conversation(owner, call.continues))
     request["messages"][call.n_instructions : call.n_instructions] = before
     return store.get(owner, call.continues).session
+
+
+def _store(store: ResponseStore, call: ApiCall, owner: str, job_id: str, session: str) -> bool:
+    """Returns whether it was not there before."""
+    response = StoredResponse(
+        id=response_id(job_id),
+        owner=owner,
+        created_at=int(time.time()),
+        job_id=job_id,
+        continues=call.continues,
+        session=session,
+        is_background=call.is_background,
+        input=call.input,
+        kept=dict(call.kept),
+    )
+    try:
+        return store.add(response)
+    except OSError as error:
+        message = f"the response cannot be stored: {error.strerror}"
+        raise Failure(503, message, kind="server_error", code="no_space", retryable=True) from None
 
 
 def _as_utf8(value: str) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from stoker.api.fields import BodyOptions
+from stoker.serve.store import ResponseStore
 from stoker_shared.wire import DEFAULT_QUEUE, MAX_REQUEST_BYTES
 
 MIN_TOKEN_CHARACTERS: Final = 16
@@ -82,20 +83,22 @@ class ServeSettings:
         queue, batch_queue: RQ queues of calls, and of the lines of batches.
         body_options: which models a body may name.
         tokens: who may call; ``None`` for everybody who reaches the port.
-        batch_store: folder of files, batches and responses.
+        batch_store: folder of files, batches and responses; ``None`` to keep none.
+        keep_responses_s: how long a response can be continued, in seconds.
         allowed_origins: web sites whose pages may call.
         max_body_bytes, max_file_bytes: largest request body, and largest upload.
-        max_waiting: most calls in flight per token's name, in this process.
+        max_waiting: most calls in flight per token.
         timeout_s: how long a call may take, in seconds.
         queue_without_worker: accept calls while no worker is alive, instead of refusing them.
         worker_wait_s: how long a call waits for a worker to appear before it is refused.
     """
 
-    batch_store: Path
     queue: str = DEFAULT_QUEUE
     batch_queue: str = DEFAULT_QUEUE
     body_options: BodyOptions = field(default_factory=BodyOptions)
     tokens: Tokens | None = None
+    batch_store: Path | None = None
+    keep_responses_s: float = 7 * 86_400
     allowed_origins: tuple[str, ...] = ()
     max_body_bytes: int = MAX_REQUEST_BYTES
     max_file_bytes: int = 512 * 2**20
@@ -103,3 +106,10 @@ class ServeSettings:
     timeout_s: int = 600
     queue_without_worker: bool = False
     worker_wait_s: float = 3.0
+
+    def response_store(self) -> ResponseStore | None:
+        """
+        Raises:
+            OSError: it cannot be made.
+        """
+        return None if self.batch_store is None else ResponseStore(self.batch_store, keep_s=self.keep_responses_s)

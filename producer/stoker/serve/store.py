@@ -78,10 +78,10 @@ class OwnedFolders(Generic[OwnedT]):
         replace_file(draft / self._page, json.dumps(asdict(item)).encode())
 
     def read(self, item_id: str) -> OwnedT | None:
-        """Whoever it belongs to; ``None`` if there is none, or another release made it with other fields."""
+        """Whoever it belongs to."""
         try:
             return self._of_page(**json.loads((self.folder / item_id / self._page).read_bytes()))
-        except (FileNotFoundError, TypeError):
+        except FileNotFoundError:
             return None
 
     def get(self, owner: str, item_id: str) -> OwnedT:
@@ -286,7 +286,6 @@ class BatchStore(OwnedFolders[StoredBatch]):
 
 _RESPONSE_ID: Final = re.compile("resp_[A-Za-z0-9_-]{1,200}")
 _ANSWER: Final = "answer.json"
-KEEP_RESPONSES_S: Final = 7 * 86_400
 MOST_RESPONSES: Final = 10_000
 _MOST_TURNS: Final = 10_000
 
@@ -298,27 +297,33 @@ class StoredResponse:
     Attributes:
         owner: the name of the token that made it; others do not see it.
         created_at: Unix seconds.
+        job_id: of the job that makes the answer.
         continues: the id of the response before it.
         session: of its conversation, so that the next response finds what is cached of this one.
+        is_background: its job goes on when its client hangs up.
         input: items in OpenAI's form.
+        kept: what the answer repeats of the body.
     """
 
     id: str
     owner: str
     created_at: int
+    job_id: str
     continues: str | None
     session: str
+    is_background: bool
     input: list[dict[str, Any]]
+    kept: dict[str, Any]
 
 
 class ResponseStore(OwnedFolders[StoredResponse]):
     """Any thread, any number of processes."""
 
-    def __init__(self, folder: Path, *, keep_s: float = KEEP_RESPONSES_S, most: int = MOST_RESPONSES) -> None:
+    def __init__(self, folder: Path, *, keep_s: float, most: int = MOST_RESPONSES) -> None:
         """
         Args:
-            keep_s: seconds after which `sweep` removes a response.
-            most: of more than so many, it removes the oldest.
+            keep_s: how long responses are kept, in seconds.
+            most: of more than so many, the oldest are removed.
 
         Raises:
             OSError: the folder cannot be made.
@@ -380,6 +385,11 @@ class ResponseStore(OwnedFolders[StoredResponse]):
             turns.append([*stored.input, *answer["output"]])
             following = stored.continues
         return [item for turn in reversed(turns) for item in turn]
+
+    def unanswered(self) -> list[StoredResponse]:
+        """Those in the background without an answer, whoever they belong to."""
+        found = (self.read(response_id) for response_id in self.ids() if self.answer(response_id) is None)
+        return [response for response in found if response is not None and response.is_background]
 
     def sweep(self) -> None:
         """Remove those that are older than they are kept, and the oldest of too many."""

@@ -1,57 +1,186 @@
-"""The endpoints below /v1/responses/ID, and the removal of old responses."""
+"""The endpoints below /v1/responses/ID, and the end of responses whose client does not wait for them.
+
+Owns the tasks that wait for jobs in the background. Another process with the same store may wait for the same job: both
+write the same answer.
+"""
 
 import asyncio
 import logging
-from typing import Final, NoReturn
+from contextlib import suppress
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stoker.api.failure import Failure
-from stoker.serve.responses import Json
+from stoker.api.failure import Failure, of_exception
+from stoker.api.responses import RESPONSES, failed_response, frame, input_items
+from stoker.serve.backend import Backend
+from stoker.serve.responses import Json, page_of
 from stoker.serve.store import ResponseStore, StoredResponse
+from stoker_shared.errors import JobCanceled, JobNotFound, RedisUnavailable, ResultTimeout, StokerError
 
 log = logging.getLogger(__name__)
 
+_AGAIN_S: Final = 5.0
 _SWEEP_S: Final = 60.0
+_WAITING: Final = frozenset({"queued", "deferred", "scheduled"})
+"""States of a job that does not run yet."""
 
 
-async def sweep_often(store: ResponseStore) -> NoReturn:
-    """Remove old responses each minute."""
-    while True:
+class Background:
+    """For one event loop.
+
+    Attributes:
+        store: blocks, so it is used in other threads.
+    """
+
+    def __init__(self, backend: Backend, store: ResponseStore) -> None:
+        self.store = store
+        self._backend = backend
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Wait for the jobs that an earlier process waited for, and remove old responses from time to time."""
+        self._begin(self._sweep())
+        for response in await asyncio.to_thread(self.store.unanswered):
+            self.wait_for(response)
+
+    async def aclose(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def begun(self, owner: str, response_id: str, *, is_new: bool) -> dict[str, Any]:
+        """The response whose job was enqueued, as its client sees it now.
+
+        Args:
+            is_new: it was stored by this call, not by an earlier one with the same key.
+        """
+        response = await asyncio.to_thread(self.store.get, owner, response_id)
+        self.wait_for(response)
+        return _frame_of(response, "queued") if is_new else await self.now(response)
+
+    async def now(self, response: StoredResponse) -> dict[str, Any]:
+        """A response as its client sees it."""
+        answer = await asyncio.to_thread(self.store.answer, response.id)
+        if answer is not None:
+            return answer
         try:
-            await asyncio.to_thread(store.sweep)
-        except OSError as error:
-            log.error("old responses cannot be removed: %s", error)
-        await asyncio.sleep(_SWEEP_S)
+            return await _answer_of(self._backend, response, timeout_s=0)
+        except ResultTimeout:
+            state = (await self._backend.ticket(response.job_id).status()).state
+            return _frame_of(response, "queued" if state in _WAITING else "in_progress")
+
+    def wait_for(self, response: StoredResponse) -> None:
+        """Store the answer once there is one."""
+        self._begin(self._wait(response))
+
+    def _begin(self, coroutine: Any) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _wait(self, response: StoredResponse) -> None:
+        while True:
+            try:
+                answer = await _answer_of(self._backend, response)
+            except RedisUnavailable:
+                await asyncio.sleep(_AGAIN_S)
+                continue
+            try:
+                await asyncio.to_thread(self.store.set_answer, response.id, answer)
+            except FileNotFoundError:
+                pass  # it was deleted
+            except OSError as error:
+                log.error("the answer of %s cannot be stored, and is tried again: %s", response.id, error)
+                await asyncio.sleep(_AGAIN_S)
+                continue
+            return
+
+    async def _sweep(self) -> None:
+        while True:
+            try:
+                await asyncio.to_thread(self.store.sweep)
+            except OSError as error:
+                log.error("old responses cannot be removed: %s", error)
+            await asyncio.sleep(_SWEEP_S)
+
+
+async def _answer_of(backend: Backend, response: StoredResponse, timeout_s: float | None = None) -> dict[str, Any]:
+    """What the end of its job makes of a response.
+
+    Raises:
+        ResultTimeout: the job has not ended in time.
+        RedisUnavailable: no server answers.
+    """
+    try:
+        result = await backend.ticket(response.job_id).result(timeout_s)
+    except (ResultTimeout, RedisUnavailable):
+        raise
+    except StokerError as error:
+        return _ended_badly(response, error)
+    return RESPONSES.answer([result], response.created_at, response.kept)
+
+
+def _ended_badly(response: StoredResponse, error: StokerError) -> dict[str, Any]:
+    if isinstance(error, JobCanceled):
+        return _frame_of(response, "cancelled")
+    return failed_response(_frame_of(response, "failed"), of_exception(error))
+
+
+def _frame_of(response: StoredResponse, status: str) -> dict[str, Any]:
+    return frame(response.id, response.created_at, response.kept, status)
 
 
 async def retrieve(request: Request) -> Response:
     """
     Raises:
-        Failure: no such response, or none yet, or it is to be streamed.
+        Failure: no such response, or it is to be streamed.
     """
     if request.query_params.get("stream", "false") != "false":
         raise Failure(
             400, "'stream' is not served here: retrieve it without", code="unsupported_parameter", param="stream"
         )
-    response, store = await _response(request), _store(request)
-    answer = await asyncio.to_thread(store.answer, response.id)
-    if answer is None:
-        raise Failure(404, f"{response.id!r} has no answer yet", code="response_not_found", param="response_id")
-    return Json(answer)
+    return Json(await _background(request).now(await _response(request)))
+
+
+async def list_input(request: Request) -> Response:
+    response = await _response(request)
+    items = input_items(response.input)
+    if request.query_params.get("order") == "asc":
+        items.reverse()
+    return Json(page_of(items, request.query_params, most=100))
+
+
+async def cancel(request: Request) -> Response:
+    """
+    Raises:
+        Failure: its client waits for it: such a response is canceled by hanging up.
+    """
+    response = await _response(request)
+    if not response.is_background:
+        raise Failure(400, "only responses in the background can be canceled", code="invalid_value")
+    background = _background(request)
+    if await asyncio.to_thread(background.store.answer, response.id) is None:
+        backend: Backend = request.app.state.backend
+        with suppress(JobNotFound):
+            await backend.ticket(response.job_id).cancel()
+            background.wait_for(response)  # the process that made it may be gone
+    return Json(await background.now(response))
 
 
 async def delete(request: Request) -> Response:
+    """A job in the background goes on; nobody gets its answer."""
     response = await _response(request)
-    await asyncio.to_thread(_store(request).remove, response.id)
+    await asyncio.to_thread(_background(request).store.remove, response.id)
     return Json({"id": response.id, "object": "response", "deleted": True})
 
 
-def _store(request: Request) -> ResponseStore:
-    store: ResponseStore = request.app.state.backend.store
-    return store
+def _background(request: Request) -> Background:
+    background: Background = request.app.state.background
+    return background
 
 
 async def _response(request: Request) -> StoredResponse:
-    return await asyncio.to_thread(_store(request).get, request.state.owner, request.path_params["response_id"])
+    store = _background(request).store
+    return await asyncio.to_thread(store.get, request.state.owner, request.path_params["response_id"])

@@ -22,7 +22,6 @@ from stoker.api.fields import BodyOptions, session_name
 from stoker.api.messages import COUNT_URL, MESSAGES, MESSAGES_URL, TOKEN_COUNT
 from stoker.serve.intake import CallHead, call_jobs
 from stoker.serve.settings import ServeSettings
-from stoker.serve.store import ResponseStore
 from stoker_shared.request import build_request
 from stoker_shared.result import GenerationResult, ToolCall
 
@@ -429,7 +428,7 @@ BODY = st.fixed_dictionaries(
 @pytest.mark.parametrize("url", [MESSAGES_URL, COUNT_URL])
 @given(written=BODY | JSON)
 @settings(max_examples=150, deadline=None)
-def test_no_json_whatever_is_an_error_of_the_server(url, tmp_path_factory, written):
-    folder, head = tmp_path_factory.getbasetemp(), CallHead(url, {}, None)
+def test_no_json_whatever_is_an_error_of_the_server(url, written):
+    head = CallHead(url, {}, None)
     with suppress(Failure):  # any other error is one of the server
-        call_jobs(json.dumps(written).encode(), head, ServeSettings(folder), ResponseStore(folder))
+        call_jobs(json.dumps(written).encode(), head, ServeSettings())

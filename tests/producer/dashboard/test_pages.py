@@ -1,4 +1,4 @@
-"""The dashboard's own pages: where Jobs opens, what `stoker status` shows in place of the workers;
+"""The dashboard's own pages: where Jobs opens, a job's progress, what `stoker status` shows in place of the workers;
 and that a page in a browser stays fresh, or says that it is old."""
 
 import html
@@ -85,11 +85,15 @@ def opened(text):
     return queue, registry
 
 
-def test_jobs_opens_the_queue_that_is_asked_for_else_the_usual_one(page):
+def test_jobs_opens_the_queue_with_the_most_jobs(page, producer, connection):
     assert opened(page("/0/view/jobs")) == ("generate", "queued")
-    failed = page("/0/view/jobs/small/failed/8/asc/1")
-    assert opened(failed) == ("small", "failed")
-    assert "contains the failed jobs" in words(failed)
+    run_on(connection, producer, "stoker-mac")
+    assert opened(page("/0/view/jobs")) == ("generate", "started")
+    assert "contains the started jobs" in words(page("/0/view/jobs"))
+    producer.submit(prompt="x", queue="small")
+    producer.submit_many([{"prompt": "x"}] * 3, queue="nightly")
+    assert opened(page("/0/view/jobs")) == ("nightly", "queued")
+    assert opened(page("/0/view/jobs/small/failed/8/asc/1")) == ("small", "failed")
 
 
 @pytest.mark.parametrize("name", ["x');alert(1);('", "ends with \\", "a\nb"])
@@ -99,6 +103,14 @@ def test_a_queues_name_from_the_address_cannot_run_as_a_script(page, name):
     [restored] = re.findall(r"== ''\) \{\s*\$\(this\)\.val\((.*)\);", scripts)
     assert json.loads(restored) == name
     assert "alert(1);('" not in scripts
+
+
+def test_a_queue_with_slashes_in_its_name_has_a_page(page, producer):
+    job_id = producer.submit(prompt="x", queue="team//nightly").job_id
+    [link] = set(re.findall(r'href="(/0/view/jobs/.*?)"', page("/0/view/stoker")))
+    assert opened(page(link)) == ("team//nightly", "queued")
+    found = json.loads(page("/0/data/jobs/team%2F%2Fnightly/queued/8/asc/1.json"))
+    assert [job["id"] for job in found["jobs"]] == [job_id]
 
 
 UNREADABLE = {"created_at": "2026-01-01T00:00:00+00:00", "description": b"\xff", "status": "paused", "timeout": "abc"}
@@ -143,6 +155,27 @@ def test_a_key_that_is_no_queues_breaks_no_list_of_queues(page, producer, connec
     assert [queue["name"] for queue in json.loads(page("/0/data/queues.json"))["queues"]] == ["generate"]
     for path in ("/", "/0/view/jobs"):
         page(path)
+
+
+def facts(text):
+    found = re.findall(r"(?s)<dt.*?>(.*?)</dt><dd.*?>(.*?)</dd>", text)
+    return {label: html.unescape(value) for label, value in found}
+
+
+def test_a_jobs_page_shows_what_the_job_is_at(page, producer, connection):
+    register(connection, "stoker-mac", "generate")
+    running = run_on(connection, producer, "stoker-mac")
+    shown = {"State": "started", "Agent": MARKUP, "Worker": "stoker-mac"}
+    shown |= {"Stage": "decode", "Tokens": "34", "Rate": "8.5 tokens/s"}
+    assert facts(page(f"/0/view/job/{running}")) == shown
+    producer.submit(prompt="x")
+    waiting = producer.submit(prompt="x").job_id
+    assert facts(page(f"/0/view/job/{waiting}")) == {"State": "queued, 1 ahead of it", "Agent": "none"}
+    connection.delete("stoker:worker:stoker-mac", "stoker:holder:stoker-mac", "stoker:lease:generate")
+    left = facts(page(f"/0/view/job/{running}"))
+    assert "goes back to its queue" in left.pop("DEAD")
+    assert left == shown
+    assert "no worker listens" in facts(page(f"/0/view/job/{waiting}"))["State"]
 
 
 def test_the_stoker_page_shows_what_stoker_status_shows(page, producer, connection):
@@ -190,21 +223,24 @@ def test_while_redis_is_away_a_page_says_so_in_one_line(build):
 
 
 @pytest.mark.slow
-def test_the_stoker_page_asks_again_and_says_when_its_figures_are_old(build, connection, browser):  # noqa: F811
+def test_a_page_asks_again_and_says_when_its_figures_are_old(build, connection, producer, browser):  # noqa: F811
+    job_id = producer.submit(prompt="x").job_id
     app, asked = build(connection), []
 
     @app.before_request
     def fail_after_the_first_time():
         asked.append(request.path)
-        if "/static/" not in request.path and asked.count(request.path) > 1:
+        if ("/static/" not in request.path and asked.count(request.path) > 1) or "/data/" in request.path:
             abort(503)
 
     server = make_server("127.0.0.1", 0, app, threaded=True)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        [notice] = re.findall(r'<p id="old".*?>', browser.dom(f"http://127.0.0.1:{server.port}/0/view/stoker"))
-        assert "none" not in notice
+        for path in ("/0/view/stoker", f"/0/view/job/{job_id}"):
+            [notice] = re.findall(r'<p id="old".*?>', browser.dom(f"http://127.0.0.1:{server.port}{path}"))
+            assert "none" not in notice
+        assert asked.count(f"/0/data/job/{job_id}.json") > 1
     finally:
         server.shutdown()
         thread.join()

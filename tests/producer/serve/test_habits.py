@@ -1,4 +1,4 @@
-"""Beside the calls: ids, other sites, health, the name of a model, and fields that nobody knows."""
+"""Beside the calls: ids, other sites, health, metrics, the name of a model, and fields that nobody knows."""
 
 import json
 import time
@@ -44,6 +44,21 @@ def test_pages_of_other_sites_may_call_only_if_they_are_named(served, serve):
 @pytest.mark.parametrize("path", ["/healthz", "/health"])
 def test_health_has_both_names(served, path):
     assert httpx.get(served.url + path).json() == {"status": "ok"}
+
+
+def test_requests_are_counted_by_path_and_status(served, client):
+    ask(client, "say x")
+    httpx.get(f"{served.url}/v1/models/none")
+    httpx.get(f"{served.url}/nothing/here")
+    text = httpx.get(f"{served.url}/metrics").text
+    for series in (
+        'stoker_serve_requests_total{path="/v1/chat/completions",status="200"}',
+        'stoker_serve_requests_total{path="/v1/models/{name:path}",status="404"}',
+        'stoker_serve_requests_total{path="other",status="404"}',
+        "stoker_serve_requests_open 1.0",
+        'stoker_serve_first_byte_seconds_count{path="/v1/chat/completions"}',
+    ):
+        assert series in text
 
 
 def test_a_call_for_another_model_and_a_look_for_it_get_one_text(serve, worker):
@@ -114,3 +129,12 @@ def test_an_echo_has_the_prompt_and_its_scores_before_the_answer(client, hand):
     assert (choice.logprobs.top_logprobs[0], choice.logprobs.text_offset) == (None, [0, 2, 5, 7])
     asked = hand.request(answer.id.removeprefix("cmpl-"))
     assert (asked["prompt_logprobs"], asked["return_prompt"]) == (1, True)
+
+
+def test_tokens_of_a_text_and_the_text_of_tokens(served, hand):
+    prompt = give(prompt={"text": "ab", "token_ids": [7, 8]})
+    assert httpx.post(f"{served.url}/tokenize", json={"prompt": prompt}).json()["tokens"] == [7, 8]
+    asked = hand.request(hand.all_jobs()[-1])
+    assert (asked["max_tokens"], asked["return_prompt"]) == (0, True)
+    refused = httpx.post(f"{served.url}/detokenize", json={"tokens": "x"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_value")

@@ -1,7 +1,8 @@
-"""OpenAI's Responses through its own package: items, events and stored responses."""
+"""OpenAI's Responses through its own package: items, events, stored responses, and work in the background."""
 
 import json
 import os
+import threading
 import time
 import typing
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from openai.types.responses import response_create_params as params
 from pydantic import BaseModel
 from starlette.datastructures import Headers
 from tests.producer.played_worker import result_fields
+from tests.producer.serve.conftest import serving_at
 
 from stoker.api.failure import Failure, FieldRefused
 from stoker.api.fields import BodyOptions
@@ -30,6 +32,7 @@ from stoker_shared.answer_parts import Edge, Markers
 
 TOOL: Any = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}, "strict": False}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+SERVED = ServeSettings(body_options=BodyOptions(any_model=True))
 THINKING = Markers(first="reasoning", edges=(Edge("reasoning", "|", "normal"),))
 
 
@@ -37,6 +40,11 @@ THINKING = Markers(first="reasoning", edges=(Edge("reasoning", "|", "normal"),))
 def soon(monkeypatch):
     """A stream is open for its client once it has sent anything."""
     monkeypatch.setattr(generation, "KEEP_ALIVE_S", 0.1)
+
+
+@pytest.fixture
+def stored(serve, tmp_path):
+    return serve(batch_store=tmp_path)
 
 
 def give(**fields):
@@ -156,7 +164,7 @@ def test_an_answer_that_the_limit_cuts_off_is_incomplete(client, hand):
 
 def test_every_field_of_openais_type_is_known():
     theirs = set(typing.get_type_hints(params.ResponseCreateParamsNonStreaming))
-    assert theirs - set(RULES) == {"previous_response_id", "store", "stream", "stream_options"}
+    assert theirs - set(RULES) == {"background", "previous_response_id", "store", "stream", "stream_options"}
 
 
 # --- events ---
@@ -217,7 +225,8 @@ def test_thinking_between_two_texts_is_an_item_of_its_own_and_the_last_event_has
 # --- stored ---
 
 
-def test_a_response_is_continued_by_its_id_with_all_that_was_said(client, hand):
+def test_a_response_is_continued_by_its_id_with_all_that_was_said(stored, hand):
+    client = stored.client()
     first = client.responses.create(model="m", input="say one", instructions="I.")
     second = client.responses.create(model="m", input="say two", previous_response_id=first.id)
     third = client.responses.create(
@@ -233,7 +242,8 @@ def test_a_response_is_continued_by_its_id_with_all_that_was_said(client, hand):
         client.responses.retrieve(third.id)
 
 
-def test_a_streamed_response_is_stored_too_with_its_calls(client, hand):
+def test_a_streamed_response_is_stored_too_with_its_calls(stored, hand):
+    client = stored.client()
     said = give(text="x", answer="", tool_calls=[CALL], finish_reason="tool_calls")
     first = events(client, said, tools=[TOOL])[-1].response
     output: Any = [{"type": "function_call_output", "call_id": "c1", "output": "say done"}]
@@ -248,6 +258,7 @@ def test_a_stored_response_is_read_listed_and_deleted_by_its_owner_alone(serve, 
     ann, bob = serving.client("a" * 16), serving.client("b" * 16)
     made = ann.responses.create(model="m", input="say x")
     assert ann.responses.retrieve(made.id).output_text == "x"
+    assert [item.content[0].text for item in ann.responses.input_items.list(made.id)] == ["say x"]
     for refused in (
         lambda: bob.responses.retrieve(made.id),
         lambda: bob.responses.create(model="m", input="say y", previous_response_id=made.id),
@@ -260,8 +271,8 @@ def test_a_stored_response_is_read_listed_and_deleted_by_its_owner_alone(serve, 
         ann.responses.retrieve(made.id)
 
 
-def test_a_call_that_failed_leaves_nothing(serve, tmp_path):
-    client = serve(batch_store=tmp_path).client()
+def test_a_call_that_failed_leaves_nothing(stored, tmp_path):
+    client = stored.client()
     with pytest.raises(openai.InternalServerError):
         client.responses.create(model="m", input="fail EngineFailed: x")
     assert list((tmp_path / "responses").iterdir()) == []
@@ -271,7 +282,7 @@ def test_of_two_calls_that_store_one_response_at_the_same_moment_one_makes_it(tm
     store = ResponseStore(tmp_path, keep_s=3600)
     with ThreadPoolExecutor(2) as threads:
         for number in range(50):
-            made = StoredResponse(f"resp_{number}", "o", 0, None, "s", [])
+            made = StoredResponse(f"resp_{number}", "o", 0, "same", None, "s", False, [], {})
             assert sorted(threads.map(store.add, [made, made])) == [False, True]
 
 
@@ -305,14 +316,72 @@ def test_what_a_crash_left_of_a_response_goes_and_what_goes_during_a_sweep_is_no
 def add_some(store, n):
     ids = [f"resp_{number}" for number in range(n)]
     for number, made in enumerate(ids):
-        store.add(StoredResponse(made, "o", 0, None, "s", []))
+        store.add(StoredResponse(made, "o", 0, str(number), None, "s", False, [], {}))
         os.utime(store.folder / made, (time.time() - n + number,) * 2)
     return ids
 
 
-def test_an_answer_that_is_to_come_later_is_refused(client):
+# --- in the background ---
+
+
+def until(client, response_id, status):
+    end = time.monotonic() + 20
+    while (found := client.responses.retrieve(response_id)).status != status:
+        assert time.monotonic() < end, found.status
+        time.sleep(0.02)
+    return found
+
+
+def test_a_response_in_the_background_is_answered_at_once_and_read_later(stored, hand):
+    client = stored.client()
+    begun = client.responses.create(model="m", input="wait", background=True)
+    assert (begun.status, begun.background) == ("queued", True)
+    assert client.responses.retrieve(begun.id).status == "queued"
+    hand.finish(hand.wait_for_one(), text="done")
+    assert until(client, begun.id, "completed").output_text == "done"
+
+
+def test_a_response_in_the_background_can_be_streamed_and_its_job_outlives_the_stream(stored, hand):
+    client = stored.client()
+    seen = events(client, "say x", background=True)
+    assert [event.response.background for event in (seen[0], seen[-1])] == [True, True]
+    assert until(client, seen[-1].response.id, "completed") == seen[-1].response
+    with client.responses.create(model="m", input="wait", background=True, stream=True) as stream:
+        job_id = hand.wait_for_one()
+        hand.say(job_id, "1", "whole", "do")
+        begun = next(iter(stream)).response
+    assert client.responses.retrieve(begun.id).status in ("queued", "in_progress")
+    hand.finish(job_id, text="done")
+    assert until(client, begun.id, "completed").output_text == "done"
+
+
+def test_a_response_in_the_background_outlives_the_server(serve, hand, tmp_path, server_url):
+    with serving_at(server_url, batch_store=tmp_path) as first:
+        begun = first.client().responses.create(model="m", input="wait", background=True)
+    hand.finish(hand.wait_for_one(), text="done")
+    assert until(serve(batch_store=tmp_path).client(), begun.id, "completed").output_text == "done"
+
+
+def test_a_response_in_the_background_can_be_canceled_and_can_fail(stored, hand):
+    client = stored.client()
+    begun = client.responses.create(model="m", input="wait", background=True)
+    assert client.responses.cancel(begun.id).status == "cancelled"
+    failing = client.responses.create(model="m", input="fail EngineFailed: x", background=True)
+    assert until(client, failing.id, "failed").error.code == "server_error"
+    assert client.responses.cancel(begun.id).status == "cancelled"
+    assert client.responses.cancel(failing.id).status == "failed"
+    waited_for = client.responses.create(model="m", input="say x")
     with pytest.raises(openai.BadRequestError, match="background"):
-        client.responses.create(model="m", input="say x", background=True)
+        client.responses.cancel(waited_for.id)
+
+
+def test_background_needs_a_store(client, stored):
+    for asked in (client, stored.client()):
+        store = {"store": False} if asked is not client else {}
+        with pytest.raises(openai.BadRequestError, match="background"):
+            asked.responses.create(model="m", input="say x", background=True, **store)
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        client.responses.create(model="m", input="say x", previous_response_id="resp_x")
 
 
 # --- malformed ---
@@ -322,7 +391,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-NAMES = st.sampled_from([*RULES, "store", "previous_response_id", "stream"])
+NAMES = st.sampled_from([*RULES, "store", "background", "previous_response_id", "stream"])
 ITEM = st.fixed_dictionaries(
     {},
     optional={
@@ -335,12 +404,10 @@ ITEM = st.fixed_dictionaries(
 
 @given(st.dictionaries(NAMES, JSON, max_size=5), st.lists(ITEM, max_size=3) | JSON)
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_no_body_whatever_breaks_the_reader(tmp_path_factory, body, items):
-    folder = tmp_path_factory.getbasetemp()
-    served = ServeSettings(folder, body_options=BodyOptions(any_model=True))
+def test_no_body_whatever_breaks_the_reader(body, items):
     raw = json.dumps({"input": items, **body}).encode()
     with suppress(Failure):
-        call_jobs(raw, CallHead.of(URL, Headers({}), ANYBODY), served, ResponseStore(folder))
+        call_jobs(raw, CallHead.of(URL, Headers({}), ANYBODY), SERVED)
 
 
 # --- what is left of a call ---
@@ -348,41 +415,53 @@ def test_no_body_whatever_breaks_the_reader(tmp_path_factory, body, items):
 
 def test_a_call_that_is_refused_before_it_is_a_job_leaves_nothing(serve, nobody, tmp_path):
     client = serve(batch_store=tmp_path, worker_wait_s=0.0).client()
-    for fields in ({}, {"extra_headers": {"Idempotency-Key": "refused"}}):
+    for fields in ({}, {"background": True}, {"extra_headers": {"Idempotency-Key": "refused"}}):
         with pytest.raises(openai.InternalServerError, match="no worker"):
             client.responses.create(model="m", input="say x", **fields)
     assert list((tmp_path / "responses").iterdir()) == []
 
 
-def test_a_call_with_another_calls_key_leaves_the_response_of_that_call(client):
-    key = {"Idempotency-Key": "of-one-call"}
+def test_a_call_with_another_calls_key_leaves_the_response_of_that_call(stored):
+    client, key = stored.client(), {"Idempotency-Key": "of-one-call"}
     made = client.responses.create(model="m", input="say x", extra_headers=key)
     with pytest.raises(openai.ConflictError):
         client.responses.create(model="m", input="say y", extra_headers=key)
     assert client.responses.retrieve(made.id).output_text == "x"
 
 
-def test_a_keyed_call_has_no_response_before_its_answer(client, hand):
-    key = {"Idempotency-Key": "slow"}
-    ask = lambda patient: patient.responses.create(model="m", input="wait", extra_headers=key)  # noqa: E731
-    with pytest.raises(openai.APITimeoutError):
-        ask(client.with_options(timeout=0.5))
-    with pytest.raises(openai.NotFoundError, match="no answer yet"):
-        client.responses.retrieve("resp_slow")
+def test_a_keyed_call_that_failed_is_a_failed_response(stored):
+    client, key = stored.client(), {"Idempotency-Key": "fails"}
+    with pytest.raises(openai.InternalServerError):
+        client.responses.create(model="m", input="fail EngineFailed: x", extra_headers=key)
+    found = client.responses.retrieve("resp_fails")
+    assert (found.status, found.error.code) == ("failed", "server_error")
+
+
+def test_a_call_in_the_background_that_is_made_again_with_its_key_is_answered_with_its_state(stored, hand):
+    client, key = stored.client(), {"Idempotency-Key": "in-background"}
+    ask = lambda: client.responses.create(model="m", input="wait", background=True, extra_headers=key)  # noqa: E731
+    assert (ask().status, ask().status) == ("queued", "queued")
     hand.finish(hand.wait_for_one(), text="done")
-    assert ask(client) == client.responses.retrieve("resp_slow")
+    until(client, "resp_in-background", "completed")
+    assert ask().output_text == "done"
 
 
-def test_a_response_that_is_deleted_while_it_is_made_is_answered_all_the_same(client, hand):
-    with client.responses.create(model="m", input="wait", stream=True) as stream:
-        client.responses.delete(next(iter(stream)).response.id)
-        hand.finish(hand.wait_for_one(), text="done")
-        assert list(stream)[-1].response.output_text == "done"
+def test_a_response_that_is_deleted_while_it_is_made_is_answered_all_the_same(stored, hand):
+    client, answers = stored.client(), []
+    waiting = threading.Thread(
+        target=lambda: answers.append(client.responses.create(model="m", input="wait").output_text)
+    )
+    waiting.start()
+    job_id = hand.wait_for_one()
+    client.responses.delete(f"resp_{job_id}")
+    hand.finish(job_id, text="done")
+    waiting.join()
+    assert answers == ["done"]
 
 
-def test_the_responses_of_a_conversation_are_one_session_so_that_the_next_one_finds_their_cache(client, hand):
+def test_the_responses_of_a_conversation_are_one_session_so_that_the_next_one_finds_their_cache(stored, hand):
     def session(**fields):
-        made = client.responses.create(model="m", input="say x", **fields)
+        made = stored.client().responses.create(model="m", input="say x", **fields)
         return made.id, hand.request(made.id.removeprefix("resp_")).get("session")
 
     first, of_first = session()
