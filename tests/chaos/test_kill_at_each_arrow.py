@@ -267,7 +267,6 @@ def test_a_producer_that_is_killed_has_enqueued_its_job_or_not(scene, connection
 
 AGENT_JOBS = {
     # What remains of the victim's two turns and the next one, and which turns the fork has.
-    "info": ({}, ["one", "two", "next"], []),
     "rollback": ({}, ["one", "two", "victim", "next"], []),
     "fork": ({"target": "fork"}, ["one", "two", "next"], ["victim"]),
     "forget": ({}, ["next"], []),
@@ -297,7 +296,7 @@ def test_a_job_about_an_agent_takes_effect_once(scene, connection, action, place
     first = scene.worker("first", hooks=hooks)
     assert first.wait() == -signal.SIGKILL, first.log
     assert places(connection, "victim") == standing
-    if has_taken_effect and action != "info":
+    if has_taken_effect:
         assert (scene.turns(), scene.turns("fork")) != (before, [])
     else:
         assert (scene.turns(), scene.turns("fork")) == (before, [])
@@ -307,7 +306,7 @@ def test_a_job_about_an_agent_takes_effect_once(scene, connection, action, place
     result = scene.job("victim").return_value()
     assert (result["action"], result["agent_id"], result["job_id"]) == (action, "victim", "victim")
     assert result.get("existed", True)
-    assert result["version"] == {"info": 2, "rollback": 3, "fork": 1, "forget": 2}[action]
+    assert result["version"] == {"rollback": 3, "fork": 1, "forget": 2}[action]
     assert connection.xlen("rq:results:victim") == 1
     scene.assert_nothing_is_left()
 

@@ -3,8 +3,6 @@
 import itertools
 import shutil
 import sqlite3
-import subprocess
-import sys
 from contextlib import closing
 
 import pytest
@@ -103,38 +101,3 @@ def test_damage_is_a_named_miss_or_a_refused_append_and_never_a_wrong_answer(red
         else:
             assert result.cache.miss_reason == f"{what}_{FAULTS[how]}", agent
             assert result.usage.cached_tokens < right.usage.cached_tokens
-
-
-def test_a_worker_refuses_a_damaged_database_until_it_is_salvaged_or_restored(redis_url, tmp_path):
-    producer, store = Producer(redis_url), tmp_path / "store"
-
-    def memory(command, *arguments):
-        run = [sys.executable, "-m", "stoker_worker", "memory", command, *map(str, arguments), "--store", str(store)]
-        return subprocess.run(run, capture_output=True, text=True, check=True).stdout
-
-    def say(prompt, log_name):
-        ticket = producer.submit(agent_id="a", prompt=prompt, context="append", max_tokens=4)
-        with running_worker(redis_url, store, "--burst", log_name=log_name) as worker:
-            assert worker.wait() == 0, worker.log
-        return ticket.result(timeout_s=1)
-
-    def spoil():
-        data = bytearray((store / "agents.db").read_bytes())
-        data[30] ^= 1  # of the size that its header names
-        (store / "agents.db").write_bytes(data)
-        with running_worker(redis_url, store, "--burst", log_name="refused.log") as worker:
-            assert worker.wait() != 0
-            assert "memory restore BACKUP" in worker.log
-            assert "memory salvage" in worker.log
-
-    lengths = [say(WORDS, "first.log").usage.prompt_tokens]
-    assert "1 agents" in memory("backup", tmp_path / "backup")
-    lengths.append(say(" and on", "second.log").usage.prompt_tokens)
-    spoil()
-    assert memory("salvage").startswith("1 agents are whole")
-    third = say(" and on", "third.log")
-    assert third.usage.prompt_tokens > lengths[1]
-    assert third.cache.source == "memory"  # its cache was read at the start
-    spoil()
-    assert memory("restore", tmp_path / "backup").startswith("1 agents")
-    assert say(" and on", "restored.log").usage.prompt_tokens == lengths[1]

@@ -66,19 +66,3 @@ def test_on_a_full_disk_without_caches_full_jobs_finish_append_jobs_fail_and_sav
         assert worker.returncode is None
     expect_whole(store)
     assert list((store / "tmp").iterdir()) == []
-
-
-def test_a_store_limited_to_less_than_the_disk_never_fills_it(redis_url, small_disk):
-    producer, store = Producer(redis_url), small_disk.path / "store"
-    limits = ("--store-max-bytes", str(2 << 20), "--max-batch", "4", "--burst")
-    tickets = [
-        producer.submit(agent_id=f"agent {n % 40}", prompt=f"{n} {WORDS}", context="append", max_tokens=8)
-        for n in range(160)
-    ]
-    with running_worker(redis_url, store, *limits) as worker:
-        assert worker.wait(120) == 0, worker.log
-    assert "evicted" in worker.log
-    results = [ticket.result(timeout_s=1) for ticket in tickets]
-    assert all(result.cache.saved for result in results)
-    assert {result.cache.agent_version for result in results[-40:]} == {4}
-    expect_whole(store)

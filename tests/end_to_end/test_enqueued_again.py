@@ -61,8 +61,7 @@ def test_a_delivery_sent_many_times_is_one_run_with_one_timeout(connection, work
     assert nothing_is_left(connection)
 
 
-@pytest.mark.parametrize("prompt", ["say done", "fail why"])
-@pytest.mark.parametrize("is_deleted", [True, False])
+@pytest.mark.parametrize(("prompt", "is_deleted"), [("say done", False), ("fail why", True)])
 def test_an_id_that_waited_for_a_parent_and_was_used_again_runs_once_and_does_not_hold_up_its_parent(
     connection, worker, enqueue, until, prompt, is_deleted
 ):

@@ -60,23 +60,6 @@ def test_a_short_job_overtakes_long_ones_and_rq_sees_all_of_them_executing(produ
         worker.kill()  # else it would let them finish
 
 
-@pytest.mark.parametrize("context", ["full", "append"])
-def test_a_killed_workers_jobs_all_finish_once_under_the_next_worker(producer, redis_url, connection, store, context):
-    tickets = [producer.submit(agent_id=f"a{n}", prompt=f"job {n}", context=context, max_tokens=60) for n in range(12)]
-    with running_worker(redis_url, store, "--scripted-steps-per-s", "40", "--max-batch", "6") as worker:
-        worker.wait_for(lambda: any((ticket.status().tokens or 0) > 5 for ticket in tickets))
-        worker.kill()
-    assert len(registries(connection)["started"]) > 0
-    with running_worker(redis_url, store, "--burst", log_name="second.log") as worker:
-        assert worker.wait(60) == 0, worker.log
-    results = [ticket.result(timeout_s=1) for ticket in tickets]
-    assert all(result.cache.agent_version == 1 for result in results)
-    assert {result.attempt for result in results} == {1, 2}
-    found = registries(connection)
-    assert sorted(found["finished"]) == sorted(ticket.job_id for ticket in tickets)
-    assert found["started"] == []
-
-
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_rq_info_takes_no_job_from_a_worker_that_was_down_or_asleep_for_a_day(
     producer, redis_url, connection, store, end
@@ -141,8 +124,7 @@ def test_signals_to_a_worker_that_is_leaving_do_not_make_it_look_lost(redis_url,
         assert worker.returncode == 0, worker.log
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
-def test_a_standby_takes_over_queue_and_store_when_the_first_worker_is_gone(producer, redis_url, store, end):
+def test_a_standby_takes_over_queue_and_store_when_the_first_worker_stops(producer, redis_url, store):
     first_job = producer.submit(agent_id="a", prompt="one", context="append", max_tokens=200)
     second_job = producer.submit(agent_id="a", prompt="two", context="append", max_tokens=4)
     with running_worker(redis_url, store, "--grace-s", "0") as first:
@@ -150,7 +132,7 @@ def test_a_standby_takes_over_queue_and_store_when_the_first_worker_is_gone(prod
         with running_worker(redis_url, store, "--standby", log_name="standby.log") as second:
             second.wait_for(lambda: f"pid {first.pid}" in second.log)
             assert "ready" not in second.log
-            first.signal(end)
+            first.signal(signal.SIGTERM)
             versions = [ticket.result(timeout_s=30).cache.agent_version for ticket in (first_job, second_job)]
     assert versions == [1, 2]
 

@@ -67,24 +67,6 @@ def test_a_reader_of_a_recovered_job_gets_a_restart_event(producer, redis_url, s
     assert text_of(events) == result.text
 
 
-def test_text_that_may_begin_a_stop_string_is_held_back_until_it_is_clear(producer, redis_url, connection, store):
-    ticket = producer.submit(agent_id="a", prompt="say one <st two <stop> three", stop="<stop>", stream=True)
-    with running_worker(redis_url, store, "--scripted-steps-per-s", "15"):
-        seen = [event.text for event in ticket.stream(timeout_s=30)]
-    assert "".join(seen) == ticket.result(timeout_s=0).text == "one <st two "
-    streamed = [fields[b"text"].decode() for _, fields in connection.xrange(f"stoker:stream:{ticket.job_id}")]
-    assert not any("<stop" in text or "two <" in text for text in streamed)
-
-
-def test_half_a_character_is_never_streamed(producer, redis_url, store):
-    said = "\U0001f469\u200d\U0001f4bb \u00e9\u4e2d " * 4
-    ticket = producer.submit(agent_id="a", prompt=f"say {said}", max_tokens=1000, stream=True)
-    with running_worker(redis_url, store, "--scripted-steps-per-s", "30"):
-        seen = [event.text for event in ticket.stream(timeout_s=60)]
-    assert "".join(seen) == said
-    assert not any("\ufffd" in text for text in seen)
-
-
 def test_a_stream_ends_with_its_job_in_every_state(producer, redis_url, store):
     fails, canceled, late = (
         producer.submit(agent_id=name, prompt=prompt, max_tokens=100_000, stream=True, job_timeout_s=timeout_s)
