@@ -114,12 +114,11 @@ def test_a_file_is_under_variables_and_options_and_the_origin_of_each_value_is_t
         'max-batch = 3\ngrace_s = 4\npoll_s = 0.2\nqueues = ["a", "b"]\n[defaults]\ntemperature = 0.7\ntop_k = 20\n'
     )
     monkeypatch.setenv("STOKER_GRACE_S", "5")
-    found = settings_in_force({"config": str(file), "poll_s": 0.3})
-    settings = found.settings
+    settings, origins = settings_in_force({"config": str(file), "poll_s": 0.3})
     assert (settings.max_batch, settings.grace_s, settings.poll_s, settings.queues) == (3, 5.0, 0.3, "a,b")
     assert settings.defaults == "temperature=0.7,top_k=20"
     names = ("max_batch", "grace_s", "poll_s", "burst")
-    assert [found.origins[name] for name in names] == [str(file), "STOKER_GRACE_S", "option", "default"]
+    assert [origins[name] for name in names] == [str(file), "STOKER_GRACE_S", "option", "default"]
 
 
 def test_the_file_in_the_usual_place_is_read_unless_another_one_or_none_is_named(monkeypatch, tmp_path):

@@ -273,26 +273,18 @@ class WorkerSettings(BaseSettings):
         return " ".join(f"{name}={value}" for name, value in self.shown().items() if value is not None)
 
 
-@dataclass(frozen=True)
-class SettingsInForce:
-    """
-    Attributes:
-        origins: where each setting has its value from: ``option``, the variable's name, the file's path, ``default``.
-    """
-
-    settings: WorkerSettings
-    origins: Mapping[str, str]
-
-
 def read_settings(options: dict[str, Any]) -> WorkerSettings:
     """As `settings_in_force`, without the origins."""
-    return settings_in_force(options).settings
+    return settings_in_force(options)[0]
 
 
-def settings_in_force(options: dict[str, Any]) -> SettingsInForce:
+def settings_in_force(options: dict[str, Any]) -> tuple[WorkerSettings, Mapping[str, str]]:
     """
     Args:
         options: values from the command line; ``None`` for an option that was not given.
+
+    Returns:
+        the settings, and where each has its value from: ``option``, the variable's name, the file's path, ``default``.
 
     Raises:
         ValueError: an unknown ``STOKER_*`` variable, a file that cannot be read or has unknown names, or an invalid
@@ -310,4 +302,4 @@ def settings_in_force(options: dict[str, Any]) -> SettingsInForce:
         **{name: f"{ENV_PREFIX}{name.upper()}" for name in variables},
         **dict.fromkeys(given, "option"),
     }
-    return SettingsInForce(settings, origins)
+    return settings, origins

@@ -153,22 +153,6 @@ class FairQueueMachine(RuleBasedStateMachine):
 TestFairQueue = FairQueueMachine.TestCase
 
 
-@given(st.lists(st.sampled_from(JOBS), unique=True))
-def test_everything_is_chosen_once_agent_by_agent_in_order(job_ids):
-    fair_queue = FairQueue(NO_STORE.is_at_hand)
-    fair_queue.append(job_ids)
-    for job_id in fair_queue.unlearned(100):
-        fair_queue.learn(job_id, use_of(job_id), quarantined=False)
-    chosen = []
-    while found := fair_queue.choose(2, Busy()):
-        for job_id in found:
-            fair_queue.serve(job_id)
-        chosen += found
-    assert sorted(chosen) == sorted(job_ids)
-    for agent in "abc":
-        assert [j for j in chosen if agent_of(j) == agent] == [j for j in job_ids if agent_of(j) == agent]
-
-
 @given(st.lists(st.sampled_from(JOBS), unique=True), st.integers(0, 10), st.integers(1, 6))
 def test_the_agents_of_the_next_jobs_are_those_that_are_chosen_next(job_ids, n_served, limit):
     fair_queue = FairQueue(NO_STORE.is_at_hand)
@@ -227,13 +211,6 @@ def test_the_first_job_of_an_agent_gets_one_of_the_next_two_places_beside_agents
             assert "new" in places.give(2)[-2:]
 
 
-def test_a_newcomer_waits_at_most_two_places_for_each_newcomer_before_it():
-    places = Places()
-    places.submit(*["heavy"] * 100, *(f"new{n}" for n in range(20)))
-    given = places.give(40)
-    assert [agent for agent in given if agent != "heavy"] == [f"new{n}" for n in range(20)]
-
-
 def test_new_agents_do_not_starve_the_agent_that_has_waited_longest():
     places = Places()
     places.submit(*["heavy"] * 20)
@@ -248,16 +225,6 @@ def test_all_agents_with_many_jobs_make_progress():
     places.submit(*(f"heavy{n}" for n in range(5) for _ in range(30)))
     given = Counter(places.give(48))
     assert given == {"heavy0": 24, "heavy1": 6, "heavy2": 6, "heavy3": 6, "heavy4": 6}
-
-
-def test_an_agent_without_waiting_jobs_is_new_again():
-    places = Places()
-    places.submit(*(f"heavy{n}" for n in range(10) for _ in range(30)))
-    places.give(20)
-    for _ in range(5):
-        places.submit("now and then", "now and then")
-        assert "now and then" in places.give(2)[-2:]
-        places.fair_queue.discard(places.fair_queue.last(1)[0])  # canceled
 
 
 def test_a_job_at_the_front_waits_for_one_place_at_most():
@@ -276,13 +243,6 @@ def test_jobs_of_agents_at_hand_go_first_and_jobs_without_an_agent_with_them():
     places.fair_queue.learn("none", UNUSED, quarantined=False)
     assert places.give(3) == ["c", "e", "none"]
     assert sorted(places.give(5)[3:]) == ["a", "a", "b", "b", "d"]
-
-
-def test_a_job_is_passed_over_for_so_many_places_only():
-    places = Places(at_hand={"hot", "other"})
-    places.submit("cold", *["hot"] * 100, *["other"] * 100)
-    assert places.give(MOST_PASSED + 2).count("cold") == 1
-    assert "cold" in places.given[MOST_PASSED:]
 
 
 def test_a_job_is_passed_over_for_so_many_seconds_only():

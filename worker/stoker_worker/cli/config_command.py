@@ -23,14 +23,14 @@ from stoker_worker.cli.run_options import SettingsCommand, settings_of
 def config(context: click.Context, /, as_json: bool, **options: Any) -> None:
     """Print all settings that `run` would have, and whether an option, a variable or the file set them."""
     with errors_in_one_line():
-        found = settings_of(options)
-    values = {name: _as_text(value) for name, value in found.settings.shown().items()}
+        settings, origins = settings_of(options)
+    values = {name: _as_text(value) for name, value in settings.shown().items()}
     if as_json:
-        click.echo(json.dumps({name: {"value": values[name], "from": found.origins[name]} for name in values}))
+        click.echo(json.dumps({name: {"value": values[name], "from": origins[name]} for name in values}))
         return
     defaults = {option.name: _default_as_read(option) for option in context.command.get_params(context)}
     rows = [
-        (name, defaults.get(name, "") or "-" if value in {None, ""} else str(value), found.origins[name])
+        (name, defaults.get(name, "") or "-" if value in {None, ""} else str(value), origins[name])
         for name, value in values.items()
     ]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]

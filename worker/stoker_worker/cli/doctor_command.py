@@ -44,7 +44,7 @@ def doctor(as_json: bool, **options: Any) -> None:
         from stoker_worker import doctor as checks
 
         logging.basicConfig(level=logging.CRITICAL)  # the findings are the output
-        settings = settings_of(options).settings
+        settings, _ = settings_of(options)
         found: list[tuple[str, Finding]] = []
         for name, finding in checks.examine(settings):
             found.append((name, finding))

@@ -12,9 +12,11 @@ from stoker_shared.help_layout import LaidOutCommand, options_under
 from stoker_worker.cli.ending import errors_in_one_line
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pydantic.fields import FieldInfo
 
-    from stoker_worker.settings import Option, SettingsInForce, WorkerSettings
+    from stoker_worker.settings import Option, WorkerSettings
 
 
 class SettingsCommand(LaidOutCommand):
@@ -79,16 +81,14 @@ def settings_from(options: dict[str, Any]) -> "WorkerSettings":
     Raises:
         click.UsageError: as `settings_of`; or there is no model.
     """
-    settings = settings_of(options).settings
+    settings, _ = settings_of(options)
     if settings.model is None and settings.engine == "mlx":
         raise click.UsageError("--model is missing (or --engine scripted); `stoker-worker config` shows what is set")
     return settings
 
 
-def settings_of(options: dict[str, Any]) -> "SettingsInForce":
-    """
-    Args:
-        options: of `run`, by parameter name; ``None`` for one that was not given.
+def settings_of(options: dict[str, Any]) -> "tuple[WorkerSettings, Mapping[str, str]]":
+    """As `settings_in_force`, of the options of `run` by parameter name.
 
     Raises:
         click.UsageError: one is not valid, a ``STOKER_*`` variable or a name in the file is unknown.
