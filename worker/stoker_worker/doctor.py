@@ -191,17 +191,11 @@ def device() -> Finding:
 
     name, info = mx.default_device().type.name, mx.device_info()
     shown = info.get("device_name", info.get("architecture", ""))
-    if is_metal():
+    if mx.metal.is_available() and is_gpu():
         return ok(f"Metal: {shown}, {memory_for_models() / _GB:.1f} GB for models and caches")
     if sys.platform == "darwin":
         return warn("CPU, on a Mac", "Metal is not available to this Python: run it outside of containers")
     return ok(f"{name}{f': {shown}' if shown else ''}")
-
-
-def is_metal() -> bool:
-    import mlx.core as mx
-
-    return bool(mx.metal.is_available() and is_gpu())
 
 
 # --- Redis ---

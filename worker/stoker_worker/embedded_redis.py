@@ -317,14 +317,7 @@ def _try_take(lock: int) -> bool:
 
 
 def _client(state: ServerState) -> Redis:
-    return Redis(
-        host=HOST,
-        port=state.port,
-        password=state.password or None,
-        socket_timeout=5,
-        socket_connect_timeout=1,
-        retry=Retry(NoBackoff(), 0),
-    )
+    return Redis.from_url(state.url, socket_timeout=5, socket_connect_timeout=1, retry=Retry(NoBackoff(), 0))
 
 
 def _free_port(preferred: int | None) -> int:

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -86,30 +86,27 @@ class Look:
         return found
 
 
-CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
-
-
 def exposition(metrics: Metrics, look: Look, *, tokens_per_s: float, is_ready: bool) -> bytes:
     """Everything that is known now; what is not known yet is left out."""
     return generate_latest(_Shown(metrics, look, tokens_per_s, is_ready))
 
 
+@dataclass(frozen=True)
 class _Shown(Collector):
-    def __init__(self, metrics: Metrics, look: Look, tokens_per_s: float, is_ready: bool) -> None:
-        self._metrics = metrics
-        self._look = look
-        self._tokens_per_s = tokens_per_s
-        self._is_ready = is_ready
+    metrics: Metrics
+    look: Look
+    tokens_per_s: float
+    is_ready: bool
 
     def collect(self) -> Iterator[Metric]:
-        look = self._look
-        yield from self._metrics.registry.collect()
+        look = self.look
+        yield from self.metrics.registry.collect()
         yield _info("build", "Always 1.", version=_version("stoker"), python=platform.python_version(),
                     mlx=_version("mlx"))  # fmt: skip
         yield GaugeMetricFamily(
             "process_start_time_seconds", "When the worker was started, in Unix time.", look.started_at
         )
-        yield _gauge("ready", "1 if /readyz answers with 200.", self._is_ready)
+        yield _gauge("ready", "1 if /readyz answers with 200.", self.is_ready)
         yield _gauge(
             "standby", "1 if it waits, by --standby, for the name, queue or store of another worker.",
             look.is_standing_by,
@@ -126,8 +123,8 @@ class _Shown(Collector):
         yield from self._redis()
 
     def _jobs(self) -> Iterator[Metric]:
-        state, queues = self._look.state, self._look.queues
-        yield _gauge("tokens_per_second", "Tokens generated per second, over the last 10 seconds.", self._tokens_per_s)
+        state, queues = self.look.state, self.look.queues
+        yield _gauge("tokens_per_second", "Tokens generated per second, over the last 10 seconds.", self.tokens_per_s)
         yield _gauge("num_requests_running", "Jobs in the batch.", state.in_batch)
         yield _gauges(
             "jobs_in_flight",
@@ -149,8 +146,8 @@ class _Shown(Collector):
             )  # fmt: skip
 
     def _redis(self) -> Iterator[Metric]:
-        state = self._look.state
-        yield _gauge("redis_up", "1 if Redis answers, and has the last heartbeat.", self._look.is_redis_up)
+        state = self.look.state
+        yield _gauge("redis_up", "1 if Redis answers, and has the last heartbeat.", self.look.is_redis_up)
         yield _counter("redis_away_seconds", "Time without a heartbeat that reached Redis.", state.redis_away_total_s)
         yield _counter(
             "redis_data_lost", "How often this worker has noticed that Redis had lost data.", state.data_loss.times

@@ -163,7 +163,10 @@ class Finisher:
             else:
                 log_job("dropped", job.job_id, logging.WARNING)
             self._metrics.ended("dropped")
-            self._drop(job)
+            try:
+                job.claimed.drop()
+            except Exception as failure:  # what is left of it expires by itself, or is recovered
+                log.warning("job %s: nothing could be cleaned up (%s)", job.job_id, type(failure).__name__)
         except RedisUnavailable as error:  # only once abandoned: a stop fails nothing
             log.warning("job %s is left to recovery: %s", job.job_id, error)
         except Exception as error:
@@ -385,12 +388,6 @@ class Finisher:
         if self._once_redis_answers(partial(job.claimed.give_back, counts_as_attempt=False)):
             log_job("given back", job.job_id, agent=job.claimed.request.agent_id, reason=f"{type(why).__name__}: {why}")
             self._metrics.ended("given_back")
-
-    def _drop(self, job: Job) -> None:
-        try:
-            job.claimed.drop()
-        except Exception as error:  # what is left of it expires by itself, or is recovered
-            log.warning("job %s: nothing could be cleaned up (%s)", job.job_id, type(error).__name__)
 
     def _fail_at_last(self, job: Job, error: Exception) -> None:
         try:
