@@ -64,10 +64,10 @@ def test_a_second_group_of_rows_that_gets_the_first_ones_queries_is_noticed(monk
     def of_the_first(queries, part):
         if part.first and not part.is_chunk:
             part = replace(part, first=0, last=part.last - part.first)
-        return tokens(queries, part)
+        return of_part(queries, part)
 
-    tokens = attention._tokens
-    monkeypatch.setattr(attention, "_tokens", of_the_first)
+    of_part = attention._of_part
+    monkeypatch.setattr(attention, "_of_part", of_the_first)
     assert proof_of(Layout("llama")).mode == ServingMode(Batching.BATCHED)
 
 

@@ -45,11 +45,8 @@ class CallTokens:
         ids = self.added if is_marker else self.special
         pattern = "|".join(map(re.escape, sorted([*ids, "\n"], key=len, reverse=True)))
         parts = filter(None, re.split(f"({pattern})", text))
-        return " ".join(f"<[{ids[part]}]>" if part in ids else _item(part) for part in parts)
-
-
-def _item(part: str) -> str:
-    return "LINE" if part == "\n" else literal(part)
+        known = {"\n": "LINE", **{token: f"<[{token_id}]>" for token, token_id in ids.items()}}
+        return " ".join(known.get(part) or literal(part) for part in parts)
 
 
 def literal(text: str) -> str:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol
 
 from stoker_shared.answer_parts import Edge, Markers, State
 from stoker_shared.errors import InvalidRequest
@@ -223,7 +223,6 @@ def last_place(ids: Sequence[int], wanted: Sequence[int]) -> int:
     return next((at for at in places if tuple(ids[at : at + len(wanted)]) == tuple(wanted)), -1)
 
 
-@runtime_checkable
 class TokenizerPort(Protocol):
     """Text to token ids and back, and the chat template. Not thread-safe: each thread uses its own `fork()`."""
 

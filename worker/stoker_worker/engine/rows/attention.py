@@ -90,7 +90,7 @@ class _Factor(mx.array):
     def __rmatmul__(self, queries: mx.array) -> "_Scores":  # type: ignore[misc]  # Python asks the subclass first
         products = []
         for part, array, prefix in self._of_parts:
-            own = _tokens(queries, part)
+            own = _of_part(queries, part)
             product = own @ array
             products.append(product if prefix is None else mx.concatenate([own @ prefix, product], axis=-1))
         return _Scores(products)
@@ -123,7 +123,7 @@ def attention(  # noqa: PLR0917 - models pass them by place
     for i, part in enumerate(keys.parts):
         if (prefix := keys.prefixes[i]) is not None:
             out = attention_after(
-                _tokens(queries, part),
+                _of_part(queries, part),
                 (prefix, values.prefixes[i]),
                 (keys.arrays[i], values.arrays[i]),
                 scale,
@@ -135,7 +135,7 @@ def attention(  # noqa: PLR0917 - models pass them by place
             continue
         part_mask = part.mask if mask is None else _masked(mask.arrays[i], part.mask)
         out = mx.fast.scaled_dot_product_attention(
-            _tokens(queries, part), keys.arrays[i], values.arrays[i], scale=scale, mask=part_mask, sinks=sinks
+            _of_part(queries, part), keys.arrays[i], values.arrays[i], scale=scale, mask=part_mask, sinks=sinks
         )
         outs.append(out.transpose(2, 1, 0, 3) if part.is_chunk else out)
     return outs[0] if len(outs) == 1 else mx.concatenate(outs)
@@ -189,11 +189,11 @@ def _of_all(factors: mx.array, of_prefix: mx.array) -> mx.array:
     return (together @ of_prefix[0]).reshape(n_kv_heads, n_rows, repeats, -1).swapaxes(0, 1)
 
 
-def _tokens(queries: mx.array, part: Part) -> mx.array:
-    """The queries of a part's inputs; those of a chunk become the tokens of one sequence."""
-    if part.last - part.first < queries.shape[0]:
-        queries = queries[part.first : part.last]
-    return queries.transpose(2, 1, 0, 3) if part.is_chunk else queries
+def _of_part(array: mx.array, part: Part) -> mx.array:
+    """Queries, keys or values of a part's inputs; those of a chunk become the tokens of one sequence."""
+    if part.last - part.first < array.shape[0]:
+        array = array[part.first : part.last]
+    return array.transpose(2, 1, 0, 3) if part.is_chunk else array
 
 
 def _masked(scores: mx.array, mask: Any) -> mx.array:
@@ -351,12 +351,6 @@ class ChunkCache(_LayerCache):
             for prefix, own in zip(self._prefixes, (cache.keys_and_values() for cache in self._caches), strict=True)
         ]
         return _rows_kv(parts, arrays, [(None, None) for _ in parts])
-
-
-def _of_part(array: mx.array, part: Part) -> mx.array:
-    """A part's inputs; those of a chunk become the tokens of one sequence."""
-    array = array[part.first : part.last]
-    return array.transpose(2, 1, 0, 3) if part.is_chunk else array
 
 
 def _rows_kv(

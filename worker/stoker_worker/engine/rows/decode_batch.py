@@ -14,7 +14,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from stoker_worker.engine.generator import TakenOut, TokenOutput
 from stoker_worker.engine.rows.attention import Step, StepCache
 from stoker_worker.engine.rows.groups import RowGroups
-from stoker_worker.engine.rows.row import Drafts, Joiner, Row, drawn, processed
+from stoker_worker.engine.rows.row import Drafts, Row, drawn, processed
 from stoker_worker.engine.rows.shared_prefix import SharedPrefix, split
 from stoker_worker.engine.sampling import Place, guided
 from stoker_worker.models.cache_probe import leaves, nested
@@ -48,27 +48,28 @@ class DecodeBatch:
 
     # --- joining ---
 
-    def join(self, joiners: Sequence[Joiner]) -> None:
-        before = self._groups.order()
-        self._place(joiners)
-        for joiner in joiners:
-            joiner.row.begin_context()
-        others = zip(*(self._split(joiner.caches)[1] for joiner in joiners), strict=True)
-        merged = [caches[0].merge(list(caches)) for caches in others]
-        tokens = mx.array([joiner.last_token for joiner in joiners], mx.uint32)
+    def join(self, rows: Sequence[Row], caches: Sequence[list[Any]], last_tokens: list[int]) -> None:
+        """
+        Args:
+            caches: of each row, its prompt after the prefix and without its last token.
+        """
+        before, of_rows = self._groups.order(), [self._split(own) for own in caches]
+        self._groups.place((row, full) for row, (full, _) in zip(rows, of_rows, strict=True))
+        for row in rows:
+            row.begin_context()
+        of_layers = zip(*(others for _, others in of_rows), strict=True)
+        merged = [of_layer[0].merge(list(of_layer)) for of_layer in of_layers]
+        tokens = mx.array(last_tokens, mx.uint32)
         if before:
             for cache, more in zip(self._others, merged, strict=True):
                 cache.extend(more)
             self._next_tokens = mx.concatenate([self._next_tokens, tokens])
             if self._logprobs is not None:
-                logprobs = mx.zeros((len(joiners), self._logprobs.shape[1]), self._logprobs.dtype)
+                logprobs = mx.zeros((len(rows), self._logprobs.shape[1]), self._logprobs.dtype)
                 self._logprobs = mx.concatenate([self._logprobs, logprobs])
         else:
             self._others, self._next_tokens = merged, tokens
-        self._reorder([*before, *(joiner.row for joiner in joiners)])
-
-    def _place(self, joiners: Iterable[Joiner]) -> None:
-        self._groups.place((joiner.row, self._split(joiner.caches)[0]) for joiner in joiners)
+        self._reorder([*before, *rows])
 
     # --- a step ---
 
@@ -165,7 +166,7 @@ class DecodeBatch:
             caches = self._caches(row)
             self._groups.remove([row])
             row.prefix, rest = split(caches, n_tokens)
-            self._place([Joiner(row, rest, 0)])
+            self._groups.place([(row, list(leaves(rest)))])
             self._reorder(before)
         return row.prefix
 

@@ -119,15 +119,6 @@ class Row:
             self.begin_context()
 
 
-@dataclass(frozen=True)
-class Joiner:
-    """A row whose caches hold its prompt after the prefix and without `last_token`."""
-
-    row: Row
-    caches: list[Any]
-    last_token: int
-
-
 MOST_ROWS: Final = 4
 """More rows get no drafts: so many fill a pass as they are, and few of them repeat themselves at the same time."""
 

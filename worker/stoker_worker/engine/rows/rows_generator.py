@@ -19,7 +19,7 @@ from stoker_worker.engine.generator import Generator, Prefilled, SequenceStart, 
 from stoker_worker.engine.kv_memory import GROW_STEPS, room_for
 from stoker_worker.engine.rows.attention import ChunkCache, install
 from stoker_worker.engine.rows.decode_batch import DecodeBatch
-from stoker_worker.engine.rows.row import Joiner, Row
+from stoker_worker.engine.rows.row import Row
 from stoker_worker.engine.rows.shared_prefix import SharedPrefix, split, stored_bytes
 from stoker_worker.engine.transfer import mlx_dtype
 from stoker_worker.models.cache_probe import can_be_batched, leaves, nested
@@ -76,6 +76,11 @@ class PrefillRow:
     def share(self, n_tokens: int) -> None:
         """Let other rows refer to its first `n_tokens` tokens."""
         self.prefix, self.caches = split(self.caches, n_tokens)
+
+    def decoding(self) -> Row:
+        start = self.start
+        how = (start.max_tokens, start.sampler, start.processors, start.end_ids)
+        return Row(self.uid, self.tokens, *how, self.prefix, start.guide)
 
     def take(self, most: int) -> list[int]:
         """Take out the tokens of the next pass; they are in the caches after it."""
@@ -224,7 +229,8 @@ class RowsGenerator(Generator):
         """Let rows decode whose prompt is prefilled but for its last token, which the step that follows feeds."""
         ready = self._prefill.pop_ready()
         if ready:
-            self._decode.join([_joiner(row) for row in ready])
+            decoding = [row.decoding() for row in ready]
+            self._decode.join(decoding, [row.caches for row in ready], [row.segments[0][0] for row in ready])
         return [Prefilled(row.uid, row.n_done + 1, at_segment_end=True, at_prompt_end=True) for row in ready]
 
     def peek(self, uid: int) -> list[Any]:
@@ -266,13 +272,6 @@ class RowsGenerator(Generator):
 
     def close(self) -> None:
         """Nothing to give back: the caches go with it."""
-
-
-def _joiner(row: PrefillRow) -> Joiner:
-    start = row.start
-    how = (start.max_tokens, start.sampler, start.processors, start.end_ids)
-    decoding = Row(row.uid, row.tokens, *how, row.prefix, start.guide)
-    return Joiner(decoding, row.caches, row.segments[0][0])
 
 
 def why_not_in_rows(model: Any, spec: ModelCacheSpec) -> str | None:
