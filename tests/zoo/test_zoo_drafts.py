@@ -8,6 +8,7 @@ import random
 from itertools import cycle
 
 import pytest
+from tests.worker.engine.layouts import run
 from tests.zoo.architectures import ARCHITECTURES
 from tests.zoo.specimen import Specimen, work
 
@@ -47,11 +48,7 @@ def test_right_and_wrong_drafts_leave_the_answers_of_each_sequence_alone(name, m
     monkeypatch.setattr(NgramLookup, "is_repeating", True)
     monkeypatch.setattr(NgramLookup, "draft", draft)
     engine = specimen.engine(ServingMode(Batching.ROWS), max_batch=3, prefill_tokens=8, draft_ngram=True)
-    uids = [engine.submit(one) for one in works]
-    done = {}
-    while engine.in_flight:
-        done |= {completion.uid: completion for completion in engine.step()}
     drafts = engine._generator._decode.drafts
-    engine.close()
+    done = run(engine, works)
     assert 0 < drafts.n_accepted < drafts.n_drafted
-    assert max(specimen.apart(one, done[uid]) for one, uid in zip(works, uids, strict=True)) < MOST_APART
+    assert max(map(specimen.apart, works, done)) < MOST_APART

@@ -109,13 +109,24 @@ def work(ids, max_tokens, prefix=None, is_saved=True, **fields):
     return GenerationWork(request, tuple(ids), prefix, is_saved)
 
 
-def run(engine, works):
-    uids = [engine.submit(one) for one in works]
+def run(engine, works, after_step=lambda: None):
+    """The ends of `works`, in their order."""
+    return finish(engine, [engine.submit(one) for one in works], after_step)
+
+
+def finish(engine, uids, after_step=lambda: None):
+    """The ends of sequences that were submitted. `after_step` may return the ends of some that it takes out."""
     done = {}
     while engine.in_flight:
-        done |= {completion.uid: completion for completion in engine.step()}
+        done |= {end.uid: end for end in (*engine.step(), *(after_step() or ()))}
     engine.close()
     return [done[uid] for uid in uids]
+
+
+def assert_right(layout, works, done):
+    """Each has the answer that mlx-lm gives it alone."""
+    for one, end in zip(works, done, strict=True):
+        assert list(end.generated_ids) == layout.alone(one.prompt_ids, one.request.max_tokens)
 
 
 def random_ids(rng, n):

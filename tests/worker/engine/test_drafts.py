@@ -40,15 +40,11 @@ class Counted:
     """
 
     def __init__(self, engine, works):
-        uids = [engine.submit(one) for one in works]
-        done, self.steps = {}, 0
-        while engine.in_flight:
-            done |= {completion.uid: completion for completion in engine.step()}
-            self.steps += 1
-        self.done = [done[uid] for uid in uids]
+        steps: list[None] = []
         self.drafts = engine._generator._decode.drafts
+        self.done = run(engine, works, lambda: steps.append(None))
+        self.steps = len(steps)
         assert engine._pool.used == 0
-        engine.close()
 
 
 def assert_same(one, other):

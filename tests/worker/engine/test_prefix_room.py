@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from tests.worker.engine.layouts import Layout, random_ids, run, work
+from tests.worker.engine.layouts import Layout, finish, random_ids, run, work
 
 from stoker_worker.ports import SequenceCache
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
@@ -104,7 +104,4 @@ def test_memory_that_is_in_use_elsewhere_fails_one_sequence_and_no_other(layout:
     with pytest.raises(ValueError, match="shape"):
         engine.submit(work(IDS[:390], 12, SequenceCache(299, first.cache.layers)))
     del view
-    completions = []
-    while engine.in_flight:
-        completions += engine.step()
-    assert [(one.uid, one.outcome) for one in completions] == [(uid, "finished")]
+    assert [one.outcome for one in finish(engine, [uid])] == ["finished"]

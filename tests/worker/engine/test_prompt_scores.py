@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.worker.engine.layouts import Layout, prefix_of, random_ids, run, work
+from tests.worker.engine.layouts import Layout, finish, prefix_of, random_ids, run, work
 
 from stoker_worker.ports.model import Batching
 
@@ -113,14 +113,11 @@ def test_prompts_that_begin_alike_do_not_wait_for_each_other_but_for_one(llama):
     context = random_ids(rng, 90)
     works = [scored([*context, *random_ids(rng, 4)], start=90, shares=("ours",)) for _ in range(20)]
     engine = llama.engine(max_batch=32, prefill_tokens=256)
-    uids, done, n_steps = [engine.submit(one) for one in works], {}, 0
-    while engine.in_flight:
-        done |= {end.uid: end for end in engine.step()}
-        n_steps += 1
-    ended = [done[uid] for uid in uids]
+    steps = []
+    ended = run(engine, works, lambda: steps.append(1))
     assert_right(llama, works, ended)
     assert [end.cached_tokens for end in ended] == [0] + [89] * 19
-    assert n_steps < 10
+    assert len(steps) < 10
 
 
 @pytest.mark.parametrize("step", [1, 2, 4])
@@ -140,13 +137,12 @@ def test_a_preempted_prompt_is_scored_whole(llama):
     rng = random.Random(5)
     works = [scored(random_ids(rng, 200), 2), scored(random_ids(rng, 300)), scored(random_ids(rng, 260), start=40)]
     engine = llama.engine(prefill_tokens=32)
-    uids, done = [engine.submit(one) for one in works], {}
-    engine.step()
-    while engine.in_flight:
+
+    def preempt():
         for sequence in list(engine._scheduler.prefilling.values())[1:]:
             list(engine._preempt(sequence))
-        done |= {end.uid: end for end in engine.step()}
-    assert_right(llama, works, [done[uid] for uid in uids])
+
+    assert_right(llama, works, run(engine, works, preempt))
 
 
 def test_a_scored_prompt_frees_its_memory_without_decoding_and_when_cancelled(llama):
@@ -177,18 +173,17 @@ def test_a_prompt_that_cannot_be_scored_fails_alone(llama, mode, monkeypatch):
     bad = scored(random_ids(rng, 60), 3)
     works = [bad, scored(random_ids(rng, 60), 3), work(random_ids(rng, 60), 3)]
     engine = llama.engine(batching=mode)
-    uids, done = [engine.submit(one) for one in works], {}
+    uids = [engine.submit(one) for one in works]
     scorer = next(iter(engine._scheduler)).scorer
 
     def broken(logits, tokens):
         raise ValueError("no scores")
 
     monkeypatch.setattr(scorer, "_add", broken)
-    while engine.in_flight:
-        done |= {end.uid: end for end in engine.step()}
-    assert done[uids[0]].outcome == "failed"
-    assert "no scores" in str(done[uids[0]].error)
-    assert_right(llama, works[1:], [done[uid] for uid in uids[1:]])
+    failed, *done = finish(engine, uids)
+    assert failed.outcome == "failed"
+    assert "no scores" in str(failed.error)
+    assert_right(llama, works[1:], done)
 
 
 def test_a_pass_that_scores_takes_few_tokens_of_all_sequences_together(llama, monkeypatch):

@@ -50,15 +50,12 @@ def test_rows_that_join_leave_and_are_preempted_answer_as_alone(layout):
     works = [work(IDS[i : i + n], 40) for i, n in enumerate((5, 130, 64, 600, 63, 9))]
     expected = [layout.alone(one.prompt_ids, 40) for one in works]
     engine = layout.engine(blocks=layout.kv_cost().sequence_blocks(700))
-    uids, done, n_preempted = [engine.submit(one) for one in works], {}, 0
-    while engine.in_flight:
-        before = {sequence.uid for sequence in engine._scheduler.in_batch()}
-        done |= {completion.uid: completion for completion in engine.step()}
-        n_preempted += len(before - {sequence.uid for sequence in engine._scheduler.in_batch()} - set(done))
+
+    def look():
         assert cache_bytes(engine) <= engine._pool.used * engine._kv_cost.block_bytes
-    engine.close()
-    assert n_preempted
-    assert [list(done[uid].generated_ids) for uid in uids] == expected
+
+    assert [list(done.generated_ids) for done in run(engine, works, look)] == expected
+    assert engine.kv.preemptions
 
 
 def test_prompts_that_begin_alike_share_the_quantised_beginning(layout):

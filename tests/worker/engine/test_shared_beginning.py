@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from tests.worker.engine.layouts import Layout, random_ids, run, work
+from tests.worker.engine.layouts import Layout, assert_right, finish, random_ids, run, work
 
 from stoker_worker.engine.scheduler import cuts_for
 from stoker_worker.engine.sequence import EndIds, Sequence
@@ -27,11 +27,6 @@ def crowd(rng, n=8, shares=OURS):
 
 def prefilled(done, works):
     return sum(len(one.prompt_ids) - end.cached_tokens for one, end in zip(works, done, strict=True))
-
-
-def assert_right(layout, works, done):
-    for one, end in zip(works, done, strict=True):
-        assert list(end.generated_ids) == layout.alone(one.prompt_ids, one.request.max_tokens)
 
 
 @pytest.mark.parametrize("prefill_tokens", [64, 512])
@@ -57,12 +52,9 @@ def test_a_sequence_takes_the_beginning_of_one_that_decodes_already(layout):
     engine.submit(replace(first, request=first.request.model_copy(update={"max_tokens": 60})))
     while next(iter(engine.progress().values())).tokens < 20:
         engine.step()
-    uid = engine.submit(second)
-    ended = {}
-    while engine.in_flight:
-        ended |= {end.uid: end for end in engine.step()}
-    assert ended[uid].cached_tokens >= SYSTEM
-    assert_right(layout, [second], [ended[uid]])
+    done = finish(engine, [engine.submit(second)])
+    assert done[0].cached_tokens >= SYSTEM
+    assert_right(layout, [second], done)
 
 
 @pytest.mark.parametrize("other", [None, ("theirs",)])
@@ -80,10 +72,7 @@ def assert_go_on_without_the_first(layout):
     uids = [engine.submit(one) for one in works]
     engine.step()
     engine.cancel(uids[0])
-    ended = {}
-    while engine.in_flight:
-        ended |= {end.uid: end for end in engine.step()}
-    done = [ended[uid] for uid in uids[1:]]
+    done = finish(engine, uids[1:])
     assert_right(layout, works[1:], done)
     assert prefilled(done, works[1:]) < SYSTEM + 3 * 41
 
@@ -103,11 +92,7 @@ def test_prompts_of_a_model_that_cannot_be_cut_prefill_one_beginning_once(cut_no
     works = crowd(rng)
     works[1:] = [replace(one, checkpoints_at=(256, SYSTEM)) for one in works[1:]]  # where they leave the first prompt
     works.append(replace(works[3], prompt_ids=(*works[3].prompt_ids[:100], *random_ids(rng, 250))))
-    engine = cut_nowhere.engine(max_batch=4, prefill_tokens=64)
-    uids, ended = [engine.submit(one) for one in works], {}
-    while engine.in_flight:
-        ended |= {end.uid: end for end in engine.step()}
-    done = [ended[uid] for uid in uids]
+    done = run(cut_nowhere.engine(max_batch=4, prefill_tokens=64), works)
     assert_right(cut_nowhere, works, done)
     assert prefilled(done[:8], works[:8]) < SYSTEM + 8 * 41
     assert all([one.n_tokens for one in end.cache.checkpoints] == [256, SYSTEM] for end in done[1:8])

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.worker.engine.layouts import Layout, cache_bytes, prefix_of, random_ids, run, work
+from tests.worker.engine.layouts import Layout, assert_right, cache_bytes, finish, prefix_of, random_ids, run, work
 
 pytestmark = pytest.mark.mlx
 
@@ -29,21 +29,19 @@ def crowd(rng, max_tokens=12):
 
 def watched(engine, works):
     """The ends in the order of `works`; the most bytes after a step, and the most sequences that decoded at once."""
-    uids = [engine.submit(one) for one in works]
-    done, most_bytes, widest = {}, 0, 0
-    while engine.in_flight:
-        done |= {end.uid: end for end in engine.step()}
-        most_bytes = max(most_bytes, cache_bytes(engine))
-        widest = max(widest, len(engine._scheduler.decoding))
-        assert cache_bytes(engine) <= engine._pool.used * engine._kv_cost.block_bytes
+    seen = []
+
+    def look():
+        seen.append((cache_bytes(engine), len(engine._scheduler.decoding)))
+        assert_counted(engine)
+
+    done = run(engine, works, look)
     assert engine._pool.used == cache_bytes(engine) == 0
-    engine.close()
-    return [done[uid] for uid in uids], most_bytes, widest
+    return done, *map(max, zip(*seen, strict=True))
 
 
-def assert_right(layout, works, done):
-    for one, end in zip(works, done, strict=True):
-        assert list(end.generated_ids) == layout.alone(one.prompt_ids, one.request.max_tokens)
+def assert_counted(engine):
+    assert cache_bytes(engine) <= engine._pool.used * engine._kv_cost.block_bytes
 
 
 def own_bytes(layout, tokens_each):
@@ -90,10 +88,7 @@ def test_a_long_memory_is_not_copied_for_a_short_beginning(layout):
     uids = [engine.submit(one) for one in works]
     engine.step()
     assert [row.n_shared for row in engine._scheduler.in_batch()] == [0, 0]
-    done = {}
-    while engine.in_flight:
-        done |= {end.uid: end for end in engine.step()}
-    assert_right(layout, works, [done[uid] for uid in uids])
+    assert_right(layout, works, finish(engine, uids))
 
 
 def test_restored_sequences_that_are_all_beginning_are_right(layout):
@@ -125,11 +120,7 @@ def test_the_others_keep_the_beginning_when_the_first_leaves(layout, leave):
     first = next(sequence for sequence in engine._scheduler if sequence.uid == uids[0])
     assert list(engine._preempt(first) if leave == "preempt" else []) == []
     left = uids[1:] if leave == "cancel" and engine.cancel(uids[0]) else uids
-    ended = {}
-    while engine.in_flight:
-        ended |= {end.uid: end for end in engine.step()}
-        assert cache_bytes(engine) <= engine._pool.used * engine._kv_cost.block_bytes
-    assert_right(layout, works[-len(left) :], [ended[uid] for uid in left])
+    assert_right(layout, works[-len(left) :], finish(engine, left, lambda: assert_counted(engine)))
 
 
 def test_preempted_sequences_take_no_copies_of_their_beginning(layout):
@@ -146,10 +137,7 @@ def test_preempted_sequences_take_no_copies_of_their_beginning(layout):
     for sequence in list(engine._scheduler.in_batch())[1:]:
         assert list(engine._preempt(sequence)) == []
     assert mx.get_active_memory() < bytes_before + 1024 * layout.spec.bytes_per_token
-    ended = {}
-    while engine.in_flight:
-        ended |= {end.uid: end for end in engine.step()}
-    assert_right(layout, works, [ended[uid] for uid in uids])
+    assert_right(layout, works, finish(engine, uids))
 
 
 def test_the_last_one_of_a_long_beginning_gives_it_back_when_it_needs_the_memory(layout):
@@ -158,13 +146,14 @@ def test_the_last_one_of_a_long_beginning_gives_it_back_when_it_needs_the_memory
     works = [sharing([*system, *random_ids(rng, 20)], 4) for _ in range(2)]
     works.append(sharing([*system[:300], *random_ids(rng, 20)], 1200))
     engine = layout.engine(blocks=13, prefill_tokens=512)
-    uids, ended, has_shared = [engine.submit(one) for one in works], {}, False
-    while engine.in_flight:
-        ended |= {end.uid: end for end in engine.step()}
-        has_shared |= any(sequence.uid == uids[2] and sequence.prefix for sequence in engine._scheduler)
-        assert cache_bytes(engine) <= engine._pool.used * engine._kv_cost.block_bytes
+    uids, has_shared = [engine.submit(one) for one in works], []
+
+    def look():
+        has_shared.extend(one for one in engine._scheduler if one.uid == uids[2] and one.prefix)
+        assert_counted(engine)
+
+    assert_right(layout, works, finish(engine, uids, look))
     assert has_shared
-    assert_right(layout, works, [ended[uid] for uid in uids])
 
 
 def test_sequences_that_begin_alike_for_longer_or_less_long_are_right(layout):
@@ -201,14 +190,10 @@ def test_attention_of_other_kinds_shares_too(name):
     rng = random.Random(8)
     system = [rng.randrange(90) for _ in range(300)]
     works = [sharing([*system, *(rng.randrange(90) for _ in range(n))], 6) for n in (3, 9, 30, 5)]
-    engine = layout.engine()
-    uids = [engine.submit(one) for one in works]
-    done, shared = {}, False
-    while engine.in_flight:
-        done |= {end.uid: end for end in engine.step()}
-        shared |= any(sequence.prefix is not None for sequence in engine._scheduler)
+    engine, shared = layout.engine(), []
+    done = run(engine, works, lambda: shared.extend(one for one in engine._scheduler if one.prefix))
     assert shared
-    assert_right(layout, works, [done[uid] for uid in uids])
+    assert_right(layout, works, done)
 
 
 @pytest.mark.parametrize("extra", ["mask", "sinks", "added"])
