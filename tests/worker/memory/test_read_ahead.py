@@ -68,7 +68,11 @@ def settle(store: AgentCacheStore) -> None:
     while True:
         with ahead._changed:
             known = ahead._tried | {name for name, size in ahead._sizes.items() if not size}
-            if ahead._reading is None and all(name in known or name in store.ram_cache for name in ahead._order):
+            if (
+                not ahead._fills
+                and ahead._reading is None
+                and all(name in known or name in store.ram_cache for name in ahead._order)
+            ):
                 return
         assert time.monotonic() < end
         time.sleep(0.001)
@@ -104,13 +108,14 @@ def test_what_is_read_ahead_goes_to_the_engine_without_a_copy(opened: Opened) ->
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("is_named", [True, False])
 @pytest.mark.parametrize("n_tokens", [1, 255, 256, 300, 512, 700])
 def test_after_a_restart_a_turn_reads_no_file(
-    opened: Opened, tmp_path: Path, model: LoadedModel, n_tokens: int
+    opened: Opened, tmp_path: Path, model: LoadedModel, is_named: bool, n_tokens: int
 ) -> None:
     Agent(opened(), model=model, salt="salt").say(LONG[:n_tokens], (7, 8, 9))
     agent = Agent(opened(), model=model, salt="salt")
-    agent.store.read_ahead(["nobody", "agent"])
+    agent.store.read_ahead(["nobody", "agent"] if is_named else [])
     settle(agent.store)
     agent.store.model_loaded(model)
     for folder in ("blocks", "pieces"):
@@ -126,14 +131,26 @@ def test_after_a_restart_a_turn_reads_no_file(
         (tmp_path / folder).rename(tmp_path / "store" / folder)
 
 
-def test_only_the_next_jobs_agents_are_read_in_the_queues_order(opened: Opened) -> None:
+def test_agents_are_read_in_the_queues_order_and_then_those_used_last(opened: Opened) -> None:
     say_all(opened(), "abcdef")
-    for order, n_rooms, wanted in (("bef", 3, "bef"), ("ba", 1, "b"), ("", 2, ""), ("xyzb", 1, "b")):
+    for order, n_rooms, wanted in (("b", 3, "bef"), ("ba", 2, "ab"), ("ba", 1, "b"), ("", 2, "ef"), ("xyz", 1, "f")):
         store = opened(n_rooms * ROOM)
         store.read_ahead(order)
         settle(store)
         assert in_ram(store, "abcdef") == wanted
         assert counted_bytes(store) == store.ram_cache.n_bytes <= store.ram_cache.max_bytes
+
+
+def test_with_the_first_restore_only_the_next_jobs_agents_are_read(opened: Opened) -> None:
+    say_all(opened(), "abcd")
+    store = opened()
+    assert Agent(store, "a").restore((*ids(400, seed=ord("a")), 1)).source == "disk"
+    store.read_ahead("c")
+    settle(store)
+    assert in_ram(store, "abcd") == "ac"
+    store.read_ahead("d")
+    settle(store)
+    assert in_ram(store, "abcd") == "acd"
 
 
 def test_an_agent_makes_room_only_for_one_whose_turn_is_sooner(opened: Opened) -> None:
@@ -167,6 +184,7 @@ def test_an_agent_makes_room_only_for_one_whose_turn_is_sooner(opened: Opened) -
 def test_at_hand_is_what_needs_no_file_and_everything_while_ram_holds_nothing(opened: Opened) -> None:
     say_all(opened(), "abc")
     store = opened(2 * ROOM)
+    store._read_ahead._fills = False
     assert all(map(store.is_at_hand, "abcn"))
     store.read_ahead("an")
     settle(store)
@@ -200,6 +218,7 @@ def test_an_agent_that_does_not_fit_is_looked_up_once(
     say_all(opened(), "abc")
     store, find, looked_up = opened(n_tokens * SPEC.bytes_per_token), WholeCache.find, list[str]()
     store.model_loaded(model)
+    store._read_ahead._fills = False
 
     def counted(parts: Any, agent_id: str, model: LoadedModel | None) -> WholeCache | None:
         looked_up.append(agent_id)
@@ -220,7 +239,7 @@ def test_caches_of_another_model_than_the_loaded_one_are_dropped_and_read_no_mor
     for name in "cd":
         Agent(store, name, model=other).say(LONG[:400])
     store = opened()
-    store.read_ahead("acbd")
+    store.read_ahead("ac")
     settle(store)
     assert in_ram(store, "abcd") == "abcd"
     store.model_loaded(other)

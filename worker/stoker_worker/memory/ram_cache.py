@@ -56,6 +56,10 @@ class ExpectedEntry:
     order: Sequence[str]
     n_bytes: int = 0
 
+    @property
+    def is_next(self) -> bool:
+        return self.agent_id in self.order
+
 
 def _base_of(array: Array) -> Array:
     while isinstance(array.base, np.ndarray):
@@ -146,7 +150,8 @@ class RamCache:
     def expect(self, agent_id: str, order: Sequence[str]) -> bool:
         """The agent's newest version is going to be read ahead, one agent at a time. Whatever happens to its entry
         before `arrive` makes that worthless: it may be an older version by then. ``False``: there is an entry. `order`:
-        the agents whose jobs are next, the next one first: those behind `agent_id` make room for it."""
+        the agents whose jobs are next, the next one first: those behind `agent_id` make room for it. For an agent that
+        is not among them nobody does, and its entry is the first to go."""
         with self._lock:
             if agent_id in self._entries:
                 return False
@@ -174,10 +179,12 @@ class RamCache:
                 return
             self._drop(expected.agent_id)
             if entry is not None and self._n_bytes + entry.n_bytes <= self.max_bytes:
-                self._add(expected.agent_id, entry)
+                self._add(expected.agent_id, entry, goes_last=expected.is_next)
 
     def _less_urgent(self, expected: ExpectedEntry) -> Iterator[str]:
         """The agents whose entries are needed later than the expected one; those needed last first, as far as known."""
+        if not expected.is_next:
+            return
         order, running = expected.order, self._running
         soon = set(order)
         others = [name for name in self._entries if name not in running and name not in soon]
@@ -197,9 +204,10 @@ class RamCache:
             self._drop(name)
         return over <= 0
 
-    def _add(self, agent_id: str, entry: RamCacheEntry) -> None:
+    def _add(self, agent_id: str, entry: RamCacheEntry, *, goes_last: bool = True) -> None:
         if self._model in (None, entry.chain.model):
             self._entries[agent_id] = entry
+            self._entries.move_to_end(agent_id, last=goes_last)
             self._n_bytes += entry.n_bytes
 
     def _drop(self, agent_id: str) -> None:

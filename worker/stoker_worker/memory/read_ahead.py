@@ -1,18 +1,19 @@
 """Reads caches from disk into the RAM cache before their agents' jobs start. Owns the choice of the next one, and one
 thread; writes nothing.
 
-The agents are those whose jobs are next in the queue, in that order, also while the model loads. A restore goes before:
-reading waits for it. Damage is left to the restore, which names it: nothing is kept of an agent unless all its files
-are whole.
+First the agents whose jobs are next in the queue, in that order. Before the first job runs, then those used last, until
+the RAM cache is full: while a model loads, the disk has time. A restore goes before: reading waits for it. Damage is
+left to the restore, which names it: nothing is kept of an agent unless all its files are whole.
 """
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Self
+from typing import Final, Self
 
 from stoker_worker.memory import cache_index, transcripts
 from stoker_worker.memory.blocks import BlockChain
@@ -66,8 +67,9 @@ class WholeCache:
         if not chain.has_fingerprint:
             return None
         n_tokens = cache.snapshots[-1] if spec.snapshot_layers else cache.tokens
-        lookup = BlockLookup(chain, n_tokens, spec, own, parts.blocks.path_of, n_readers, before_each, make_room)
-        found = find_prefix(lookup).cache
+        found = find_prefix(
+            BlockLookup(chain, n_tokens, spec, own, parts.blocks.path_of, n_readers, before_each, make_room)
+        ).cache
         if found.n_tokens < n_tokens:
             return None
         snapshots = []
@@ -90,6 +92,9 @@ def _spec_of(connection: Connection, fingerprint: str, model: LoadedModel | None
 
 _log = logging.getLogger(__name__)
 
+_MOST_RECENT: Final = 1024
+"""Agents that may be read before the first job, so that a start looks at no more of a large store."""
+
 
 class ReadAhead:
     """The thread starts with the first call of `next`, and only if the RAM cache keeps anything."""
@@ -104,6 +109,7 @@ class ReadAhead:
         self._order: tuple[str, ...] = ()
         self._tried: set[str] = set()  # since the order changed
         self._sizes: dict[str, int] = {}  # of the order: bytes of the caches that were looked at; 0: none that is whole
+        self._fills = True  # with the agents used last: until the first job, or until the RAM cache is full
         self._reading: str | None = None
         self._n_restores = 0
 
@@ -137,6 +143,7 @@ class ReadAhead:
         """Inside, nothing is read ahead. Waits for this agent's cache if it is just being read: no file is read
         twice."""
         with self._changed:
+            self._fills = False
             while agent_id is not None and self._reading == agent_id:
                 self._changed.wait()
             self._n_restores += 1
@@ -155,7 +162,8 @@ class ReadAhead:
             self._thread.join()
 
     def _run(self) -> None:
-        while (agent_id := self._wait_for_next()) is not None:
+        used_last = iter(self._agents_used_last())
+        while (agent_id := self._wait_for_next(used_last)) is not None:
             try:
                 self._bring(agent_id)
             except _NotWanted:
@@ -165,22 +173,35 @@ class ReadAhead:
                 _log.log(level, "agent %r: its cache was not read ahead: %s", agent_id, error)
                 self._note_size(agent_id, 0)
 
-    def _wait_for_next(self) -> str | None:
+    def _agents_used_last(self) -> list[str]:
+        """Agents that have a cache, those used last first."""
+        where = f"WHERE {cache_index.HAS_CACHE} AND NOT {transcripts.IS_OF_SESSION} ORDER BY last_used DESC LIMIT ?"
+        try:
+            with self._parts.database.snapshot() as connection:
+                return [row.agent_id for row in transcripts.agent_rows(connection, where, (_MOST_RECENT,))]
+        except (OSError, Damaged) as error:
+            _log.debug("cannot read which agents were used last: %s", error)
+            return []
+
+    def _wait_for_next(self, used_last: Iterator[str]) -> str | None:
         """The agent whose cache is to be read now; ``None`` at the end."""
         with self._changed:
             self._reading = None
             self._changed.notify_all()
-            while not self._is_closing and (self._n_restores or not self._choose()):
+            while not self._is_closing and (self._n_restores or not self._choose(used_last)):
                 self._changed.wait()
             return self._reading
 
-    def _choose(self) -> bool:
+    def _choose(self, used_last: Iterator[str]) -> bool:
         """Sets `_reading` to the agent to read now; returns whether there is one."""
-        names = (name for name in self._order if name not in self._tried and self._sizes.get(name) != 0)
+        soon = (name for name in self._order if name not in self._tried and self._sizes.get(name) != 0)
+        names = itertools.chain(soon, used_last if self._fills else ())
         self._reading = next((name for name in names if name not in self._ram_cache), None)
-        if self._reading is not None:
-            self._tried.add(self._reading)
-        return self._reading is not None
+        if self._reading is None:
+            self._fills = False
+            return False
+        self._tried.add(self._reading)
+        return True
 
     def _bring(self, agent_id: str) -> None:
         """Raises `_NotWanted`, `OSError`, `Damaged`, `ValueError`: nothing is kept."""
@@ -191,16 +212,18 @@ class ReadAhead:
         entry: RamCacheEntry | None = None
         try:
             if self._ram_cache.reserve(size):
-                entry = self._read(agent_id)
+                entry = self._read(agent_id, is_next=agent_id in order)
         finally:
             self._ram_cache.arrive(entry)
 
-    def _read(self, agent_id: str) -> RamCacheEntry | None:
+    def _read(self, agent_id: str, *, is_next: bool) -> RamCacheEntry | None:
         """The agent's whole cache; ``None``: there is none that is whole, or there is no room for it."""
         model, entry = self._model, None
         if (found := WholeCache.find(self._parts, agent_id, model)) is not None:
             self._note_size(agent_id, found.n_bytes)
             if not self._ram_cache.reserve(found.n_bytes):
+                if not is_next and found.n_bytes <= self._ram_cache.max_bytes:
+                    self._fills = False  # the RAM cache is full
                 return None
             make_room = None if model is None else partial(model.make_room, n_left=BLOCK_TOKENS)
             entry = found.read(self._parts, n_readers(True) if model is None else 1, self._check, make_room)
@@ -208,6 +231,7 @@ class ReadAhead:
             self._note_size(agent_id, 0)
         elif not self._ram_cache.reserve(entry.n_bytes):  # with the room for the next turn
             self._note_size(agent_id, entry.n_bytes)
+            self._fills = self._fills and is_next
             return None
         return entry
 
@@ -216,7 +240,8 @@ class ReadAhead:
         with self._changed:
             while self._n_restores and not self._is_closing:
                 self._changed.wait()
-            if self._is_closing or self._reading not in self._order:
+            is_wanted = self._fills or self._reading in self._order
+            if self._is_closing or not is_wanted:
                 raise _NotWanted
 
     def _note_size(self, agent_id: str, n_bytes: int) -> None:

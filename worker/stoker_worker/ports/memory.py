@@ -376,7 +376,7 @@ class CacheStorePort(Protocol):
 
     def read_ahead(self, agents: Sequence[str]) -> None:
         """The next jobs of the queue are of these agents, in this order: bring their caches into RAM, as far as there
-        is room. Any thread; never blocks."""
+        is room; before the first `restore` the caches of the agents used last as well. Any thread; never blocks."""
         ...
 
     def model_loaded(self, model: LoadedModel) -> None:
