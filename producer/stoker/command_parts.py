@@ -7,7 +7,9 @@ from itertools import chain, islice
 from typing import Any, TypeVar
 
 import click
+from redis import Redis
 
+from stoker.connection import open_connection
 from stoker.producer import Producer
 from stoker.streaming import TextChunk
 from stoker.tickets import Ticket, TicketStatus
@@ -36,6 +38,10 @@ redis_option = options_under("Server")(
     expose_value=False,
     help="Server with the queue; may also be given before the command.  [STOKER_REDIS_URL]",
 )
+
+
+def open_server(redis_url: str) -> Redis:
+    return or_usage_error(lambda: open_connection(redis_url))
 
 
 def open_producer(redis_url: str) -> Producer:

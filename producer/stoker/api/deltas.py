@@ -82,7 +82,8 @@ class Deltas:
         for kind, text in parts.items():
             sent = self._sent[kind]
             if not text.startswith(sent) and (is_whole or not sent.startswith(text)):
-                raise _another_text()
+                message = "the worker was lost, and the text that came again differs from what was sent; ask again"
+                raise Failure(500, message, kind="server_error", code="text_changed", retryable=True)
             if new := text[len(sent) :]:
                 deltas.append(Delta(kind, new))
                 self._sent[kind] = text
@@ -92,8 +93,3 @@ class Deltas:
 def content_of(choice: Choice) -> str | None:
     """The answer's text; ``None`` if the model only calls tools."""
     return None if choice.tool_calls and not choice.content.strip() else choice.content
-
-
-def _another_text() -> Failure:
-    message = "the worker was lost, and the text that came again differs from what was sent; ask again"
-    return Failure(500, message, kind="server_error", code="text_changed", retryable=True)

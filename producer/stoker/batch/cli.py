@@ -37,8 +37,8 @@ from stoker.batch.record import (
     status_of,
 )
 from stoker.batch.work import BatchWork
-from stoker.command_parts import json_option, or_usage_error, redis_option, show
-from stoker.connection import WrongKeyType, open_connection
+from stoker.command_parts import json_option, open_server, or_usage_error, redis_option, show
+from stoker.connection import WrongKeyType
 from stoker.operations import run as carry_out
 from stoker.presence import unattended, unready
 from stoker_shared.errors import StokerError
@@ -104,7 +104,7 @@ def run(
     **options: Any,
 ) -> None:
     """Run a file and wait for its answers; run it again to continue."""
-    with _server(context.obj) as connection, input_file(source, options) as lines:
+    with open_server(context.obj) as connection, input_file(source, options) as lines:
         planned, feeder = plan(connection, source, lines, options)
         table = _table(out, planned.batch)
         with or_usage_error(lambda: OutputFile(table.answers if table else out, planned.batch)) as output:
@@ -133,7 +133,7 @@ def submit(url: str, /, source: Path, as_json: bool, **options: Any) -> None:
         if not as_json:
             click.echo(printable(line, lines=True), err=True)
 
-    with _server(url) as connection, input_file(source, options) as lines:
+    with open_server(url) as connection, input_file(source, options) as lines:
         if not lines.n_requests:
             raise StokerError(f"{source} has no lines")
         planned, feeder = plan(connection, source, lines, options)
@@ -165,7 +165,7 @@ def submit(url: str, /, source: Path, as_json: bool, **options: Any) -> None:
 @click.pass_context
 def fetch(context: click.Context, /, *, name: str, out: Path, in_order: bool, follow: bool, as_json: bool) -> None:
     """Write the answers that have come to a file, and remove them from Redis."""
-    with _server(context.obj) as connection:
+    with open_server(context.obj) as connection:
         record = or_usage_error(lambda: carry_out(connection, find_record(name)))
         table = _table(out, record.batch)
         with or_usage_error(lambda: OutputFile(table.answers if table else out, record.batch)) as output:
@@ -181,10 +181,6 @@ def _table(out: Path, batch: str) -> "AnswerTable | None":
     with parquet_packages():
         from stoker.batch.answer_table import AnswerTable
     return or_usage_error(lambda: AnswerTable(out, batch))
-
-
-def _server(url: str) -> Redis:
-    return or_usage_error(lambda: open_connection(url))
 
 
 def _sent_so_far(connection: Redis, name: str) -> BatchRecord:
@@ -256,7 +252,7 @@ def _finish(
 @click.pass_obj
 def status(url: str, name: str, as_json: bool) -> None:
     """Count the lines of a batch: waiting, running, done, failed."""
-    with or_usage_error(lambda: open_connection(url)) as connection:
+    with open_server(url) as connection:
         record = or_usage_error(lambda: carry_out(connection, find_record(name)))
         now = carry_out(connection, status_of(record))
         warning = carry_out(connection, unready(*record.queues)) if now.waiting else None
@@ -272,7 +268,7 @@ def status(url: str, name: str, as_json: bool) -> None:
 @click.pass_obj
 def cancel(url: str, name: str, and_forget: bool, as_json: bool) -> None:
     """Cancel the lines that have not ended; `fetch` still gets the others."""
-    with or_usage_error(lambda: open_connection(url)) as connection:
+    with open_server(url) as connection:
         record = or_usage_error(lambda: carry_out(connection, find_record(name)))
         if and_forget and carry_out(connection, is_held(record.batch)):
             raise StokerError(f"a process is fetching the answers of {record.batch}; end it first, or omit --forget")
@@ -294,7 +290,7 @@ def cancel(url: str, name: str, and_forget: bool, as_json: bool) -> None:
 @click.pass_obj
 def ls(url: str, as_json: bool) -> None:
     """List the batches that are in Redis."""
-    with or_usage_error(lambda: open_connection(url)) as connection:
+    with open_server(url) as connection:
         found = []
         for name in carry_out(connection, all_batches()):
             try:

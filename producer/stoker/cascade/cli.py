@@ -3,11 +3,9 @@
 from collections.abc import Callable
 
 import click
-from redis import Redis
 
 from stoker.cascade.trust import Trusted, forget_trust, read_trust
-from stoker.command_parts import agrees, json_option, open_producer, or_usage_error, redis_option, show, ticket_of
-from stoker.connection import open_connection
+from stoker.command_parts import agrees, json_option, open_producer, open_server, redis_option, show, ticket_of
 from stoker.operations import run
 from stoker.tables import Table
 from stoker_shared.help_layout import SETTINGS, LaidOutGroup, examples, options_under
@@ -38,7 +36,7 @@ def trust() -> None:
 def ls(redis_url: str, model: str | None, task: str | None, as_json: bool) -> None:
     """List MODEL, or all models, in all classes."""
     is_meant = _filter(model, task)
-    known = [trusted for trusted in run(_server(redis_url), read_trust()) if is_meant(trusted)]
+    known = [trusted for trusted in run(open_server(redis_url), read_trust()) if is_meant(trusted)]
     rows = [
         [
             trusted.task,
@@ -97,7 +95,7 @@ def reset(context: click.Context, model: str | None, task: str | None, yes: bool
     if not (yes or agrees(f"Forget the verdicts {_which_ones(model, task)}?")):
         click.echo("nothing was forgotten", err=True)
         context.exit(1)
-    n_removed = run(_server(context.obj), forget_trust(_filter(model, task)))
+    n_removed = run(open_server(context.obj), forget_trust(_filter(model, task)))
     text = f"forgot the verdicts on {n_removed} pair{'s' * (n_removed > 1)} of a model and a class"
     show(as_json, {"removed": n_removed}, text if n_removed else "there are no such verdicts")
 
@@ -108,7 +106,3 @@ def _judge(context: click.Context, job_id: str, as_json: bool, *, accepted: bool
     text = "accepted" if accepted else "rejected"
     show(as_json, {"job_id": job_id, "counted": counted}, text if counted else "the opposite verdict was given before")
     context.exit(0 if counted else 1)
-
-
-def _server(url: str) -> Redis:
-    return or_usage_error(lambda: open_connection(url))

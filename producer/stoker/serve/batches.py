@@ -43,8 +43,8 @@ async def create(request: Request) -> Response:
     window_s = _seconds(window)
     file = await asyncio.to_thread(request.app.state.files.get, owner, file_id)
     batches: BatchStore = request.app.state.batches
-    batch = StoredBatch(owner, endpoint, file.id, window, window_s, metadata)
-    await asyncio.to_thread(batches.add, batch)
+    asked = {"endpoint": endpoint, "input_file_id": file.id, "completion_window": window, "metadata": metadata}
+    batch = await asyncio.to_thread(batches.add, owner, window_s=window_s, **asked)
     request.app.state.runner.look()
     return Json(_as_object(batch, BatchState()))
 

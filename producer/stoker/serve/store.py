@@ -16,51 +16,51 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Final, Generic, Literal, Protocol, TypeVar
+from typing import Any, BinaryIO, ClassVar, Final, Generic, TypeVar
 from uuid import uuid4
 
 from stoker.api.failure import Failure
 from stoker_shared.durable_file import draft_of, replace_file
 
 
-class Owned(Protocol):
-    """A dataclass of JSON values. `owner` is the name of the token that made it, `created_at` in Unix seconds."""
+@dataclass(frozen=True)
+class Owned:
+    """
+    Attributes:
+        owner: the name of the token that made it; others do not see it.
+        created_at: Unix seconds.
+    """
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def owner(self) -> str: ...
-    @property
-    def created_at(self) -> int: ...
+    id: str
+    owner: str
+    created_at: int
 
 
 OwnedT = TypeVar("OwnedT", bound=Owned)
 
 
-Kind = Literal["file", "batch", "response"]
-
-
 class OwnedFolders(Generic[OwnedT]):
-    """Any thread, any number of processes."""
+    """Any thread, any number of processes.
 
-    def __init__(
-        self, folder: Path, kind: Literal["file", "batch", "response"], of_page: type[OwnedT], id_form: re.Pattern[str]
-    ):
+    Attributes:
+        place: the name of the folder of all, in the store.
+        kind: the word for one of them.
+        of_page: made of the page's fields.
+        id_form: nothing else is a folder's name, so no id leads out of `folder`.
+    """
+
+    place: ClassVar[str]
+    kind: ClassVar[str]
+    of_page: type[OwnedT]
+    id_form: ClassVar[re.Pattern[str]]
+
+    def __init__(self, store: Path) -> None:
         """
-        Args:
-            of_page: made of the page's fields.
-            id_form: nothing else is a folder's name, so no id leads out of `folder`.
-
         Raises:
             OSError: the folder cannot be made.
         """
-        self.folder = folder
-        self._kind: Kind = kind
-        self._of_page = of_page
-        self._id_form = id_form
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.folder = store / self.place
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     @contextmanager
     def new(self, item_id: str) -> Iterator[Path]:
@@ -80,7 +80,7 @@ class OwnedFolders(Generic[OwnedT]):
     def read(self, item_id: str) -> OwnedT | None:
         """Whoever it belongs to."""
         try:
-            return self._of_page(**json.loads((self.folder / item_id / self._page).read_bytes()))
+            return self.of_page(**json.loads((self.folder / item_id / self._page).read_bytes()))
         except FileNotFoundError:
             return None
 
@@ -89,14 +89,14 @@ class OwnedFolders(Generic[OwnedT]):
         Raises:
             Failure: there is none, or it is another owner's, which looks the same.
         """
-        found = self.read(item_id) if self._id_form.fullmatch(item_id) else None
+        found = self.read(item_id) if self.id_form.fullmatch(item_id) else None
         if found is None or found.owner != owner:
-            kind = self._kind
+            kind = self.kind
             raise Failure(404, f"no {kind} {item_id[:64]!r}", code=f"{kind}_not_found", param=f"{kind}_id")
         return found
 
     def ids(self) -> list[str]:
-        return [path.name for path in self.folder.iterdir() if self._id_form.fullmatch(path.name)]
+        return [path.name for path in self.folder.iterdir() if self.id_form.fullmatch(path.name)]
 
     def all_of(self, owner: str) -> list[OwnedT]:
         """The newest first."""
@@ -106,27 +106,17 @@ class OwnedFolders(Generic[OwnedT]):
 
     @property
     def _page(self) -> str:
-        return f"{self._kind}.json"
+        return f"{self.kind}.json"
 
 
-_FILE_ID: Final = re.compile("file-[0-9a-f]{32}")
 _CONTENT: Final = "content"
 
 
 @dataclass(frozen=True)
-class StoredFile:
-    """
-    Attributes:
-        owner: the name of the token that made it; others do not see it.
-        created_at: Unix seconds.
-    """
-
-    id: str
-    owner: str
+class StoredFile(Owned):
     filename: str
     purpose: str
     bytes: int
-    created_at: int
 
     def as_object(self) -> dict[str, Any]:
         """In OpenAI's form."""
@@ -135,14 +125,8 @@ class StoredFile:
 
 
 class FileStore(OwnedFolders[StoredFile]):
-    """Any thread, any number of processes."""
-
-    def __init__(self, folder: Path) -> None:
-        """
-        Raises:
-            OSError: the folder cannot be made.
-        """
-        super().__init__(folder / "files", "file", StoredFile, _FILE_ID)
+    place, kind, of_page = "files", "file", StoredFile
+    id_form = re.compile("file-[0-9a-f]{32}")
 
     def add(
         self, owner: str, filename: str, purpose: str, write: Callable[[BinaryIO], None], *, key: str | None = None
@@ -162,7 +146,7 @@ class FileStore(OwnedFolders[StoredFile]):
             with (draft / _CONTENT).open("xb") as content:
                 write(content)
             n_bytes = (draft / _CONTENT).stat().st_size
-            stored = StoredFile(file_id, owner, filename, purpose, n_bytes, int(time.time()))
+            stored = StoredFile(file_id, owner, int(time.time()), filename, purpose, n_bytes)
             self.write_page(draft, stored)
         return stored
 
@@ -174,29 +158,23 @@ class FileStore(OwnedFolders[StoredFile]):
 
 
 ENDED: Final = frozenset({"completed", "failed", "expired", "cancelled"})
-_BATCH_ID: Final = re.compile("batch_[0-9a-f]{24}")  # with a line's number and digest, RQ takes it as a job's id
 _STATE: Final = "state.json"
 _CANCEL: Final = "cancel"
 
 
 @dataclass(frozen=True)
-class StoredBatch:
+class StoredBatch(Owned):
     """A batch as a client asked for it.
 
     Attributes:
-        owner: the name of the token that made it; others do not see it.
         window_s: seconds after which lines that are not answered are canceled.
-        created_at: Unix seconds.
     """
 
-    owner: str
     endpoint: str
     input_file_id: str
     completion_window: str
     window_s: int
     metadata: dict[str, str] | None = None
-    id: str = field(default_factory=lambda: f"batch_{uuid4().hex[:24]}")
-    created_at: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def expires_at(self) -> int:
@@ -227,22 +205,19 @@ class BatchState:
 
 
 class BatchStore(OwnedFolders[StoredBatch]):
-    """Any thread, any number of processes."""
+    place, kind, of_page = "batches", "batch", StoredBatch
+    id_form = re.compile("batch_[0-9a-f]{24}")  # with a line's number and digest, RQ takes it as a job's id
 
-    def __init__(self, folder: Path) -> None:
-        """
-        Raises:
-            OSError: the folder cannot be made.
-        """
-        super().__init__(folder / "batches", "batch", StoredBatch, _BATCH_ID)
+    def add(self, owner: str, **asked: Any) -> StoredBatch:
+        """Make a batch with these fields.
 
-    def add(self, batch: StoredBatch) -> None:
-        """
         Raises:
             OSError: it could not be written; there is no such batch then.
         """
+        batch = StoredBatch(f"batch_{uuid4().hex[:24]}", owner, int(time.time()), **asked)
         with self.new(batch.id) as draft:
             self.write_page(draft, batch)
+        return batch
 
     def state(self, batch_id: str) -> BatchState:
         """The last state that was written; ``cancelling`` if the batch is to be canceled and runs on meanwhile."""
@@ -284,19 +259,16 @@ class BatchStore(OwnedFolders[StoredBatch]):
         )
 
 
-_RESPONSE_ID: Final = re.compile("resp_[A-Za-z0-9_-]{1,200}")
 _ANSWER: Final = "answer.json"
 MOST_RESPONSES: Final = 10_000
 _MOST_TURNS: Final = 10_000
 
 
 @dataclass(frozen=True)
-class StoredResponse:
+class StoredResponse(Owned):
     """A call whose answer later calls may continue.
 
     Attributes:
-        owner: the name of the token that made it; others do not see it.
-        created_at: Unix seconds.
         job_id: of the job that makes the answer.
         continues: the id of the response before it.
         session: of its conversation, so that the next response finds what is cached of this one.
@@ -305,9 +277,6 @@ class StoredResponse:
         kept: what the answer repeats of the body.
     """
 
-    id: str
-    owner: str
-    created_at: int
     job_id: str
     continues: str | None
     session: str
@@ -317,9 +286,10 @@ class StoredResponse:
 
 
 class ResponseStore(OwnedFolders[StoredResponse]):
-    """Any thread, any number of processes."""
+    place, kind, of_page = "responses", "response", StoredResponse
+    id_form = re.compile("resp_[A-Za-z0-9_-]{1,200}")
 
-    def __init__(self, folder: Path, *, keep_s: float, most: int = MOST_RESPONSES) -> None:
+    def __init__(self, store: Path, *, keep_s: float, most: int = MOST_RESPONSES) -> None:
         """
         Args:
             keep_s: how long responses are kept, in seconds.
@@ -328,7 +298,7 @@ class ResponseStore(OwnedFolders[StoredResponse]):
         Raises:
             OSError: the folder cannot be made.
         """
-        super().__init__(folder / "responses", "response", StoredResponse, _RESPONSE_ID)
+        super().__init__(store)
         self._keep_s = keep_s
         self._most = most
 

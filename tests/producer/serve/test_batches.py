@@ -11,7 +11,7 @@ from tests.producer.serve.conftest import serving_at
 
 from stoker.serve import batch_runner
 from stoker.serve.settings import Tokens
-from stoker.serve.store import BatchStore, StoredBatch
+from stoker.serve.store import BatchStore
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -141,8 +141,8 @@ def test_two_servers_on_one_store_run_each_batch_once(serve, store):
 
 def test_a_batch_that_is_over_its_time_has_expired(client, store, server_url, serve, hand):
     file = upload(client, lines("say a", "wait"))
-    batch = StoredBatch("anybody", CHAT, file.id, completion_window="1s", window_s=1)
-    BatchStore(store).add(batch)
+    asked = {"endpoint": CHAT, "input_file_id": file.id, "completion_window": "1s"}
+    batch = BatchStore(store).add("anybody", window_s=1, **asked)
     ended = until(client, batch, "expired")
     assert set(answers(client, ended.error_file_id)) >= {"c1"}
     assert ended.expired_at is not None
