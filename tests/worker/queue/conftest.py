@@ -6,10 +6,12 @@ import pytest
 from rq import Queue
 from rq.serializers import JSONSerializer
 from tests.support.server_fixture import connection, producer  # noqa: F401
-from tests.worker.queue.members import claim
+from tests.worker.queue.members import claim, registration
 
+from stoker_worker.placement.placement import Placement
 from stoker_worker.ports import Serving
-from stoker_worker.queue.lease import OwnStore
+from stoker_worker.queue.claim import Claimer
+from stoker_worker.queue.lease import NO_STORE, Lease, OwnStore
 from stoker_worker.queue.rq_queue import open_queue
 from stoker_worker.settings import read_settings
 
@@ -24,6 +26,16 @@ def plain(connection):  # noqa: F811
 def queue(redis_url):
     with open_queue(read_settings({"redis_url": redis_url, "lease_ttl_s": 30}), redis_url) as opened:
         yield opened.rq_queue
+
+
+@pytest.fixture
+def make_claimer(connection):  # noqa: F811
+    """Makes claimers of the queue for a worker without a shared store, which holds its lease."""
+    lease = Lease(connection, "me", ["generate"], worker_name="me", ttl_s=60)
+    lease.acquire()
+    placement = Placement(connection, [], worker_name="stoker-me-00000000")
+    about = ("generate", lease, placement, registration(connection))
+    return lambda: Claimer(connection, *about, is_at_hand=NO_STORE.is_at_hand)
 
 
 @pytest.fixture

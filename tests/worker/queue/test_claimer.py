@@ -6,31 +6,13 @@ from contextlib import contextmanager
 import pytest
 from rq import Queue
 from rq.serializers import JSONSerializer
-from tests.worker.queue.members import registration
 
 from stoker_shared.wire import FIELD_ATTEMPTS, LEASE_KEY, TASK_PATH
-from stoker_worker.placement.placement import Placement
 from stoker_worker.ports import Busy
-from stoker_worker.queue.claim import Claimer
-from stoker_worker.queue.lease import NO_STORE, Lease
 
 pytestmark = pytest.mark.server
 
 LEASE = LEASE_KEY.format(member="me")
-
-
-@pytest.fixture
-def make_claimer(connection):
-    lease = Lease(connection, "me", ["generate"], worker_name="me", ttl_s=60)
-    lease.acquire()
-    return lambda: Claimer(
-        connection,
-        "generate",
-        lease,
-        Placement(connection, [], worker_name="stoker-me-00000000"),
-        registration(connection),
-        is_at_hand=NO_STORE.is_at_hand,
-    )
 
 
 @pytest.fixture

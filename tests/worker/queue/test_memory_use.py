@@ -6,10 +6,7 @@ from rq.serializers import JSONSerializer
 from tests.worker.queue import members
 
 from stoker_shared.wire import TASK_PATH
-from stoker_worker.placement.placement import Placement
 from stoker_worker.ports import Busy
-from stoker_worker.queue.claim import Claimer
-from stoker_worker.queue.lease import NO_STORE, Lease
 
 pytestmark = pytest.mark.server
 
@@ -33,22 +30,8 @@ def enqueue(request, producer, connection):
 
 
 @pytest.fixture
-def lease(connection):
-    lease = Lease(connection, "me", ["generate"], worker_name="me", ttl_s=60)
-    lease.acquire()
-    return lease
-
-
-@pytest.fixture
-def claim(connection, lease):
-    claimer = Claimer(
-        connection,
-        "generate",
-        lease,
-        Placement(connection, [], worker_name="stoker-me-00000000"),
-        members.registration(connection),
-        is_at_hand=NO_STORE.is_at_hand,
-    )
+def claim(make_claimer):
+    claimer = make_claimer()
 
     def claim(busy=NOTHING, limit=20):
         claimer.read_ahead(limit, busy)
@@ -82,7 +65,7 @@ def test_an_agent_with_many_reading_jobs_starves_neither_its_writes_nor_others(e
     assert other in claimed
 
 
-def test_stored_memory_use_of_an_unknown_form_is_ignored(connection, producer, lease):
+def test_stored_memory_use_of_an_unknown_form_is_ignored(connection, producer, make_claimer):
     agent = "write of passage"
     job_id = producer.submit(prompt="x", agent_id=agent).job_id
     key = f"rq:job:{job_id}"
@@ -90,14 +73,7 @@ def test_stored_memory_use_of_an_unknown_form_is_ignored(connection, producer, l
     assert note == f"write {agent}"
     for strange in ("", "write", "write ", "reads a", "none of them", agent.removeprefix("write ")):
         connection.hset(key, "stoker_agent", f"{moment} {strange}")
-        fresh = Claimer(
-            connection,
-            "generate",
-            lease,
-            Placement(connection, [], worker_name="stoker-me-00000000"),
-            members.registration(connection),
-            is_at_hand=NO_STORE.is_at_hand,
-        )
+        fresh = make_claimer()
         fresh.read_ahead(1, Busy())
         assert fresh.waiting.lines.agents() == {agent}
 

@@ -61,6 +61,7 @@ def print_agent(agent: "AgentSummary") -> None:
 
 def print_versions(versions: Sequence["VersionSummary"]) -> None:
     """Print one line for each version."""
+    titles = ("VERSION", "JOB", "BY", "ENDED", "FINISH", "TOKENS", "NEW", "CACHED", "SAVED", "ROLLBACK")
     rows = [
         (
             version.version,
@@ -76,7 +77,7 @@ def print_versions(versions: Sequence["VersionSummary"]) -> None:
         )
         for version in versions
     ]
-    _print_table(["VERSION", "JOB", "BY", "ENDED", "FINISH", "TOKENS", "NEW", "CACHED", "SAVED", "ROLLBACK"], rows)
+    _print_lines([titles, *rows], [0] * len(titles))
 
 
 def print_conversation(transcript: "Transcript | None") -> None:
@@ -101,13 +102,8 @@ def _time(iso: str | None) -> str | None:
     return None if iso is None else iso.replace("T", " ").replace("+00:00", "Z")
 
 
-def _print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Plain columns, because tens of thousands of rows have to be quick."""
-    _print_lines([titles, *rows], [0] * len(titles))
-
-
 def _print_lines(lines: Sequence[Sequence[object]], at_least: Sequence[int]) -> list[int]:
-    """Returns the widths of the columns."""
+    """Plain columns, because tens of thousands of rows have to be quick. Returns the widths of the columns."""
     cells = [[_cell(value) for value in line] for line in lines]
     columns = zip(at_least, zip(*cells, strict=True), strict=True)
     widths = [max(width, *map(cell_len, column)) for width, column in columns]

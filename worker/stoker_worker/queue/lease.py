@@ -457,15 +457,17 @@ class Members:
         """The other members of a queue."""
         return {name: member for name, member in self.others.items() if queue in member.queues}
 
-    def is_first(self, queue: str) -> bool:
-        """True if this worker does on the queue what one member has to do: of those that stay, it is the first by name.
-        For a moment two may think so; all of it may be done twice."""
-        before = (member for name, member in self.others.items() if name < self._lease.member and not member.is_leaving)
-        return not any(queue in member.queues for member in before)
-
     def duties(self) -> list[str]:
-        """The queues on which this worker is the first."""
-        return [queue for queue in self._lease.queues if self.is_first(queue)]
+        """The queues on which this worker does what one member has to do: of those that stay, it is the first by name.
+        For a moment two may think so; all of it may be done twice."""
+        others = self.others.items()
+        before = {
+            queue
+            for name, member in others
+            if name < self._lease.member and not member.is_leaving
+            for queue in member.queues
+        }
+        return [queue for queue in self._lease.queues if queue not in before]
 
     def look_if_due(self) -> None:
         """As `look`, if the last one is some time ago. A part of a lease must not pass between two looks."""
