@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -77,13 +76,6 @@ HOLDS_ON_ANY_MACHINE = {
     "each_agents_turns_are_in_order",
     "every_line_has_its_result",
 }
-
-
-@pytest.fixture(scope="module")
-def experiments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExperimentsProcess]:
-    process = ExperimentsProcess(tmp_path_factory.mktemp("experiments") / "log")
-    yield process
-    process.close()
 
 
 def results(script: str, folder: Path = EXPERIMENTS) -> dict:

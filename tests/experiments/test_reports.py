@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,6 @@ REPORTS = sorted(EXPERIMENTS.glob("EXP-*.md"))
 RUN = [report for report in REPORTS if (EXPERIMENTS / "results" / f"exp_{report.name[4:7]}_results.json").exists()]
 by_name = pytest.mark.parametrize("report", REPORTS, ids=lambda report: report.stem)
 each_that_was_run = pytest.mark.parametrize("report", RUN, ids=lambda report: report.stem)
-
-
-@pytest.fixture(scope="module")
-def experiments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExperimentsProcess]:
-    process = ExperimentsProcess(tmp_path_factory.mktemp("experiments") / "log")
-    yield process
-    process.close()
 
 
 def script_of(report: Path) -> Path:
