@@ -137,7 +137,7 @@ def served(name: str, folder: Path, n_agents: int) -> list[Json]:
     """First turns of agents, one after the other, of a worker and of mlx_lm.server: with one system prompt, and with a
     common beginning of their messages that nobody knows. The servers take turns."""
     dice, cells = random.Random(30), list[Json]()
-    n_parameters = write_model(name, folder / "model", smollm2())
+    write_model(name, folder / "model", smollm2())
     servers = Servers(folder / "model", "float32", find_blas(), folder, n_agents, None)
     with servers.started("served") as (started, _):
         for case in ("system prompt", "unknown beginning"):
@@ -150,15 +150,14 @@ def served(name: str, folder: Path, n_agents: int) -> list[Json]:
                     began = time.perf_counter()
                     (answer,) = started[server].backlog(f"{case} {n}", [job])
                     found[server].append((time.perf_counter() - began, answer))
-            cells += [_served_cell(name, n_parameters, server, case, those) for server, those in found.items()]
+            cells += [_served_cell(name, server, case, those) for server, those in found.items()]
     return cells
 
 
-def _served_cell(name: str, n_parameters: int, server: str, case: str, answers: list[tuple[float, Answer]]) -> Json:
+def _served_cell(name: str, server: str, case: str, answers: list[tuple[float, Answer]]) -> Json:
     seconds = [round(one, 3) for one, _ in answers]
     return {
         "model": name,
-        "parameters": n_parameters,
         "server": server,
         "case": case,
         "tokens": sum(answer.n_prompt for _, answer in answers),
@@ -182,9 +181,7 @@ def run(folder: Path, *, quick: bool) -> Json:
         for case, measure in _cases(model, quick=quick).items():
             note(f"{kind}: {case}")
             found = measure(folder / f"{len(cells)}")
-            spec = model.loaded.spec
-            sizes = {"state_bytes": spec.snapshot_bytes(COMMON), "block_bytes": spec.bytes_per_block}
-            cells.append({"model": kind, "case": case, **found, **sizes})
+            cells.append({"model": kind, "case": case, **found})
         if kind != PLAIN:
             note(f"{kind}: many agents")
             crowds.append({"model": kind, **many(model, folder / kind, 10 if quick else 1000)})
@@ -252,11 +249,11 @@ def render(content: Json, results: Path) -> Report:
         one | {name: round(one[key] / 1e6, 1) for name, key in MEGABYTES.items()} for one in content["crowds"]
     ]  # fmt: skip
     by_server = [one | {"first": one["first_s"][0], "second": one["first_s"][1]} for one in content["served"]]
-    summary = "\n".join((
+    summary = (
         f"Agents with a common beginning, known or not, and edited conversations prefill {worst} times the tokens of a "
         f"plain model at most. With models of about 130 M parameters, the second agent's first token comes {sooner} "
-        "times as soon as the first one's, at least.",
-    ))  # fmt: skip
+        "times as soon as the first one's, at least."
+    )
     number = f"{worst} times a plain model's prefill at most, {worst_edit} with edits; {sooner} times as soon"
     tables = {"cells": columns(content["cells"], CELLS), "crowds": columns(crowds, CROWDS)}
     return Report("checkpoints", number, {"summary": summary, **tables, "served": columns(by_server, SERVERS)})

@@ -96,9 +96,8 @@ def random_network(name: str, dtype: str) -> Any:
     return network
 
 
-def write_model(name: str, folder: Path, tokenizer: Path) -> int:
-    """The model of `CONFIGS[name]` as a folder that servers load, with the tokenizer of another folder; returns its
-    parameters."""
+def write_model(name: str, folder: Path, tokenizer: Path) -> None:
+    """The model of `CONFIGS[name]` as a folder that servers load, with the tokenizer of another folder."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
 
@@ -106,7 +105,6 @@ def write_model(name: str, folder: Path, tokenizer: Path) -> int:
     shutil.copytree(tokenizer, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     (folder / "config.json").write_text(json.dumps({**_NARROW, **CONFIGS[name]}))
-    return sum(array.size for array in weights.values())
 
 
 class NumberTokenizer:
