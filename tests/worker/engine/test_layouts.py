@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 from tests.worker.engine.layouts import Layout, Numbers, prefix_of, random_ids, run, work
-from tests.worker.engine.tiny_models import CONFIGS, make_model
+from tests.worker.engine.tiny_models import CONFIGS
 
 from stoker_worker.ports import LoadedModel
-from stoker_worker.ports.cache_spec import LayerKind
 from stoker_worker.ports.model import Batching
 
 pytestmark = [pytest.mark.mlx, pytest.mark.slow]
@@ -69,18 +68,6 @@ def test_a_prompt_goes_on_from_a_checkpoint_of_another_prompt_as_uncached(layout
         assert list(done.generated_ids) == layout.alone(one.prompt_ids, 6)
 
 
-def test_a_stop_string_leaves_only_the_snapshot_before_it(layout):
-    rng = random.Random(5)
-    ids = random_ids(rng, 90)
-    (plain,) = run(layout.engine(), [work(ids, 8)])
-    third = f"<{plain.generated_ids[2]}>"
-    (cut,) = run(layout.engine(), [work(ids, 8, stop=[third])])
-    n_kept = plain.generated_ids.index(plain.generated_ids[2])
-    assert (cut.ended_by, cut.kept) == ("stop", n_kept)
-    assert [s.n_tokens for s in cut.cache.snapshots] == ([89] if layout.spec.snapshot_layers else [])
-    assert cut.cache.n_tokens == 90 + n_kept
-
-
 def test_bfloat16_states_come_back_bit_for_bit():
     import mlx.core as mx
 
@@ -99,19 +86,3 @@ def test_bfloat16_states_come_back_bit_for_bit():
     again = take_snapshot(caches, 73, spec)
     for old, new in zip(at_end.states, again.states, strict=True):
         assert all((x == y).all() and x.dtype == y.dtype for x, y in zip(old, new, strict=True))
-
-
-def test_an_unknown_layout_is_served_without_memory(monkeypatch):
-    from mlx_lm.models.cache import KVCache
-
-    class Odd(KVCache):  # type: ignore[misc]
-        pass
-
-    model = make_model("llama")
-    monkeypatch.setattr(type(model), "make_cache", lambda self: [Odd() for _ in self.layers], raising=False)
-    layout = Layout("llama")
-    assert {x.kind for x in layout.spec.layers} == {LayerKind.UNKNOWN}
-    assert not layout.spec.can_be_stored
-    (done,) = run(layout.engine(), [work([5, 6, 7], 4)])
-    assert list(done.generated_ids) == layout.alone([5, 6, 7], 4)
-    assert done.cache is None
