@@ -51,8 +51,7 @@ def build_app(redis_url: str, settings: ServeSettings) -> Starlette:
         *(Route(path, _healthz, methods=["GET"]) for path in HEALTH_PATHS),
         Route(METRICS_PATH, metrics, methods=["GET"]),
     ]
-    if settings.batch_store is not None:
-        routes += _store_routes()
+    routes += _store_routes()
     limits = {"max_body_bytes": settings.max_body_bytes, "max_file_bytes": settings.max_file_bytes}
     app = Starlette(
         routes=routes,
@@ -75,15 +74,10 @@ def build_app(redis_url: str, settings: ServeSettings) -> Starlette:
         lifespan=_lifespan,
     )
     app.state.backend = Backend(redis_url, settings)
-    app.state.runner = app.state.background = None
-    if settings.batch_store is not None:
-        app.state.files = FileStore(settings.batch_store)
-        app.state.batches = BatchStore(settings.batch_store)
-        stores = (app.state.batches, app.state.files)
-        responses = settings.response_store()
-        assert responses is not None
-        app.state.background = Background(app.state.backend, responses)
-        app.state.runner = BatchRunner(open_connection(redis_url), *stores, settings)
+    app.state.background = Background(app.state.backend, settings.response_store())
+    app.state.files = FileStore(settings.batch_store)
+    app.state.batches = BatchStore(settings.batch_store)
+    app.state.runner = BatchRunner(open_connection(redis_url), app.state.batches, app.state.files, settings)
     return app
 
 
@@ -108,19 +102,13 @@ def _store_routes() -> list[Route]:
 @asynccontextmanager
 async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     asyncio.get_running_loop().set_exception_handler(LoopErrors())
-    runner: BatchRunner | None = app.state.runner
-    if runner is not None:
-        runner.start()
-    background: Background | None = app.state.background
-    if background is not None:
-        await background.start()
+    app.state.runner.start()
+    await app.state.background.start()
     try:
         yield
     finally:
-        if runner is not None:
-            runner.stop()
-        if background is not None:
-            await background.aclose()
+        app.state.runner.stop()
+        await app.state.background.aclose()
         await app.state.backend.aclose()
 
 

@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 
 from stoker.api.endpoint import ApiCall
 from stoker.api.endpoints import ENDPOINTS
-from stoker.api.failure import Failure, FieldRefused, of_exception
+from stoker.api.failure import Failure, of_exception
 from stoker.api.fields import session_name, settle_memory
 from stoker.api.responses import messages_of, response_id
 from stoker.new_job import JobOptions, NewJob, require_job_id
@@ -97,7 +97,7 @@ def call_jobs(raw: bytes, head: CallHead, settings: ServeSettings) -> CallJobs:
         session = uuid4().hex if head.key is None else session_name(head.key)
         if call.continues is not None:
             session = _continue(call, head.owner, store)
-        if store is not None and call.is_stored:
+        if call.is_stored:
             call.requests[0].setdefault("session", session)
         if head.key is not None:
             require_job_id("Idempotency-Key", head.key)
@@ -110,12 +110,9 @@ def call_jobs(raw: bytes, head: CallHead, settings: ServeSettings) -> CallJobs:
         )
     except RequestError as error:
         raise of_exception(error) from None
-    if store is None and call.is_background:
-        raise Failure(400, "'background' needs a store (--batch-store)", code="invalid_value", param="background")
-    is_stored = store is not None and call.is_stored
-    has_new_response = store is not None and is_stored and _store(store, call, head.owner, jobs[0].job_id, session)
+    has_new_response = call.is_stored and _store(store, call, head.owner, jobs[0].job_id, session)
     has_one_text = len(requests) == 1 and requests[0].n == 1 and not requests[0].logprobs
-    call = replace(call, requests=(), input=None, is_stored=is_stored)
+    call = replace(call, requests=(), input=None)
     return CallJobs(jobs, head.key is not None, call, has_one_text, requests[0].model, has_new_response)
 
 
@@ -132,11 +129,9 @@ def _with_head(fields: Mapping[str, Any], head: CallHead) -> dict[str, Any]:
     return known
 
 
-def _continue(call: ApiCall, owner: str, store: ResponseStore | None) -> str:
+def _continue(call: ApiCall, owner: str, store: ResponseStore) -> str:
     """Put the conversation before the input; returns its session."""
     assert call.continues is not None
-    if store is None:
-        raise FieldRefused("previous_response_id", "needs a store (--batch-store)")
     (request,) = call.requests
     before = messages_of(store.conversation(owner, call.continues))
     request["messages"][call.n_instructions : call.n_instructions] = before

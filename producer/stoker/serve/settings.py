@@ -83,7 +83,7 @@ class ServeSettings:
         queue, batch_queue: RQ queues of calls, and of the lines of batches.
         body_options: which models a body may name.
         tokens: who may call; ``None`` for everybody who reaches the port.
-        batch_store: folder of files, batches and responses; ``None`` to keep none.
+        batch_store: folder of files, batches and responses.
         keep_responses_s: how long a response can be continued, in seconds.
         allowed_origins: web sites whose pages may call.
         max_body_bytes, max_file_bytes: largest request body, and largest upload.
@@ -93,11 +93,11 @@ class ServeSettings:
         worker_wait_s: how long a call waits for a worker to appear before it is refused.
     """
 
+    batch_store: Path
     queue: str = DEFAULT_QUEUE
     batch_queue: str = DEFAULT_QUEUE
     body_options: BodyOptions = field(default_factory=BodyOptions)
     tokens: Tokens | None = None
-    batch_store: Path | None = None
     keep_responses_s: float = 7 * 86_400
     allowed_origins: tuple[str, ...] = ()
     max_body_bytes: int = MAX_REQUEST_BYTES
@@ -107,9 +107,9 @@ class ServeSettings:
     queue_without_worker: bool = False
     worker_wait_s: float = 3.0
 
-    def response_store(self) -> ResponseStore | None:
+    def response_store(self) -> ResponseStore:
         """
         Raises:
             OSError: it cannot be made.
         """
-        return None if self.batch_store is None else ResponseStore(self.batch_store, keep_s=self.keep_responses_s)
+        return ResponseStore(self.batch_store, keep_s=self.keep_responses_s)

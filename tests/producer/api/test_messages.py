@@ -428,7 +428,7 @@ BODY = st.fixed_dictionaries(
 @pytest.mark.parametrize("url", [MESSAGES_URL, COUNT_URL])
 @given(written=BODY | JSON)
 @settings(max_examples=150, deadline=None)
-def test_no_json_whatever_is_an_error_of_the_server(url, written):
+def test_no_json_whatever_is_an_error_of_the_server(url, tmp_path_factory, written):
     head = CallHead(url, {}, None)
     with suppress(Failure):  # any other error is one of the server
-        call_jobs(json.dumps(written).encode(), head, ServeSettings())
+        call_jobs(json.dumps(written).encode(), head, ServeSettings(tmp_path_factory.getbasetemp()))

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -110,10 +112,10 @@ class Serving:
 
 @contextmanager
 def serving_at(redis_url: str, *, grace_s: int = 30, **settings: Any) -> Iterator[Serving]:
-    app = build_app(redis_url, ServeSettings(**{"body_options": BodyOptions(any_model=True), **settings}))
-    server = web_server(app)
-    server.config.timeout_graceful_shutdown = grace_s
-    with socket.create_server(("127.0.0.1", 0)) as listening:
+    with TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as listening:
+        usual = {"batch_store": Path(folder), "body_options": BodyOptions(any_model=True)}
+        server = web_server(build_app(redis_url, ServeSettings(**{**usual, **settings})))
+        server.config.timeout_graceful_shutdown = grace_s
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         while not server.started:

@@ -32,7 +32,6 @@ from stoker_shared.answer_parts import Edge, Markers
 
 TOOL: Any = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}, "strict": False}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-SERVED = ServeSettings(body_options=BodyOptions(any_model=True))
 THINKING = Markers(first="reasoning", edges=(Edge("reasoning", "|", "normal"),))
 
 
@@ -40,11 +39,6 @@ THINKING = Markers(first="reasoning", edges=(Edge("reasoning", "|", "normal"),))
 def soon(monkeypatch):
     """A stream is open for its client once it has sent anything."""
     monkeypatch.setattr(generation, "KEEP_ALIVE_S", 0.1)
-
-
-@pytest.fixture
-def stored(serve, tmp_path):
-    return serve(batch_store=tmp_path)
 
 
 def give(**fields):
@@ -225,8 +219,7 @@ def test_thinking_between_two_texts_is_an_item_of_its_own_and_the_last_event_has
 # --- stored ---
 
 
-def test_a_response_is_continued_by_its_id_with_all_that_was_said(stored, hand):
-    client = stored.client()
+def test_a_response_is_continued_by_its_id_with_all_that_was_said(client, hand):
     first = client.responses.create(model="m", input="say one", instructions="I.")
     second = client.responses.create(model="m", input="say two", previous_response_id=first.id)
     third = client.responses.create(
@@ -242,8 +235,7 @@ def test_a_response_is_continued_by_its_id_with_all_that_was_said(stored, hand):
         client.responses.retrieve(third.id)
 
 
-def test_a_streamed_response_is_stored_too_with_its_calls(stored, hand):
-    client = stored.client()
+def test_a_streamed_response_is_stored_too_with_its_calls(client, hand):
     said = give(text="x", answer="", tool_calls=[CALL], finish_reason="tool_calls")
     first = events(client, said, tools=[TOOL])[-1].response
     output: Any = [{"type": "function_call_output", "call_id": "c1", "output": "say done"}]
@@ -271,8 +263,8 @@ def test_a_stored_response_is_read_listed_and_deleted_by_its_owner_alone(serve, 
         ann.responses.retrieve(made.id)
 
 
-def test_a_call_that_failed_leaves_nothing(stored, tmp_path):
-    client = stored.client()
+def test_a_call_that_failed_leaves_nothing(serve, tmp_path):
+    client = serve(batch_store=tmp_path).client()
     with pytest.raises(openai.InternalServerError):
         client.responses.create(model="m", input="fail EngineFailed: x")
     assert list((tmp_path / "responses").iterdir()) == []
@@ -332,8 +324,7 @@ def until(client, response_id, status):
     return found
 
 
-def test_a_response_in_the_background_is_answered_at_once_and_read_later(stored, hand):
-    client = stored.client()
+def test_a_response_in_the_background_is_answered_at_once_and_read_later(client, hand):
     begun = client.responses.create(model="m", input="wait", background=True)
     assert (begun.status, begun.background) == ("queued", True)
     assert client.responses.retrieve(begun.id).status == "queued"
@@ -341,8 +332,7 @@ def test_a_response_in_the_background_is_answered_at_once_and_read_later(stored,
     assert until(client, begun.id, "completed").output_text == "done"
 
 
-def test_a_response_in_the_background_can_be_streamed_and_its_job_outlives_the_stream(stored, hand):
-    client = stored.client()
+def test_a_response_in_the_background_can_be_streamed_and_its_job_outlives_the_stream(client, hand):
     seen = events(client, "say x", background=True)
     assert [event.response.background for event in (seen[0], seen[-1])] == [True, True]
     assert until(client, seen[-1].response.id, "completed") == seen[-1].response
@@ -362,8 +352,7 @@ def test_a_response_in_the_background_outlives_the_server(serve, hand, tmp_path,
     assert until(serve(batch_store=tmp_path).client(), begun.id, "completed").output_text == "done"
 
 
-def test_a_response_in_the_background_can_be_canceled_and_can_fail(stored, hand):
-    client = stored.client()
+def test_a_response_in_the_background_can_be_canceled_and_can_fail(client, hand):
     begun = client.responses.create(model="m", input="wait", background=True)
     assert client.responses.cancel(begun.id).status == "cancelled"
     failing = client.responses.create(model="m", input="fail EngineFailed: x", background=True)
@@ -375,13 +364,9 @@ def test_a_response_in_the_background_can_be_canceled_and_can_fail(stored, hand)
         client.responses.cancel(waited_for.id)
 
 
-def test_background_needs_a_store(client, stored):
-    for asked in (client, stored.client()):
-        store = {"store": False} if asked is not client else {}
-        with pytest.raises(openai.BadRequestError, match="background"):
-            asked.responses.create(model="m", input="say x", background=True, **store)
-    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
-        client.responses.create(model="m", input="say x", previous_response_id="resp_x")
+def test_a_response_in_the_background_has_to_be_stored(client):
+    with pytest.raises(openai.BadRequestError, match="background"):
+        client.responses.create(model="m", input="say x", background=True, store=False)
 
 
 # --- malformed ---
@@ -404,10 +389,11 @@ ITEM = st.fixed_dictionaries(
 
 @given(st.dictionaries(NAMES, JSON, max_size=5), st.lists(ITEM, max_size=3) | JSON)
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_no_body_whatever_breaks_the_reader(body, items):
+def test_no_body_whatever_breaks_the_reader(tmp_path_factory, body, items):
+    served = ServeSettings(tmp_path_factory.getbasetemp(), body_options=BodyOptions(any_model=True))
     raw = json.dumps({"input": items, **body}).encode()
     with suppress(Failure):
-        call_jobs(raw, CallHead.of(URL, Headers({}), ANYBODY), SERVED)
+        call_jobs(raw, CallHead.of(URL, Headers({}), ANYBODY), served)
 
 
 # --- what is left of a call ---
@@ -421,24 +407,24 @@ def test_a_call_that_is_refused_before_it_is_a_job_leaves_nothing(serve, nobody,
     assert list((tmp_path / "responses").iterdir()) == []
 
 
-def test_a_call_with_another_calls_key_leaves_the_response_of_that_call(stored):
-    client, key = stored.client(), {"Idempotency-Key": "of-one-call"}
+def test_a_call_with_another_calls_key_leaves_the_response_of_that_call(client):
+    key = {"Idempotency-Key": "of-one-call"}
     made = client.responses.create(model="m", input="say x", extra_headers=key)
     with pytest.raises(openai.ConflictError):
         client.responses.create(model="m", input="say y", extra_headers=key)
     assert client.responses.retrieve(made.id).output_text == "x"
 
 
-def test_a_keyed_call_that_failed_is_a_failed_response(stored):
-    client, key = stored.client(), {"Idempotency-Key": "fails"}
+def test_a_keyed_call_that_failed_is_a_failed_response(client):
+    key = {"Idempotency-Key": "fails"}
     with pytest.raises(openai.InternalServerError):
         client.responses.create(model="m", input="fail EngineFailed: x", extra_headers=key)
     found = client.responses.retrieve("resp_fails")
     assert (found.status, found.error.code) == ("failed", "server_error")
 
 
-def test_a_call_in_the_background_that_is_made_again_with_its_key_is_answered_with_its_state(stored, hand):
-    client, key = stored.client(), {"Idempotency-Key": "in-background"}
+def test_a_call_in_the_background_that_is_made_again_with_its_key_is_answered_with_its_state(client, hand):
+    key = {"Idempotency-Key": "in-background"}
     ask = lambda: client.responses.create(model="m", input="wait", background=True, extra_headers=key)  # noqa: E731
     assert (ask().status, ask().status) == ("queued", "queued")
     hand.finish(hand.wait_for_one(), text="done")
@@ -446,8 +432,8 @@ def test_a_call_in_the_background_that_is_made_again_with_its_key_is_answered_wi
     assert ask().output_text == "done"
 
 
-def test_a_response_that_is_deleted_while_it_is_made_is_answered_all_the_same(stored, hand):
-    client, answers = stored.client(), []
+def test_a_response_that_is_deleted_while_it_is_made_is_answered_all_the_same(client, hand):
+    answers: list[str] = []
     waiting = threading.Thread(
         target=lambda: answers.append(client.responses.create(model="m", input="wait").output_text)
     )
@@ -459,9 +445,9 @@ def test_a_response_that_is_deleted_while_it_is_made_is_answered_all_the_same(st
     assert answers == ["done"]
 
 
-def test_the_responses_of_a_conversation_are_one_session_so_that_the_next_one_finds_their_cache(stored, hand):
+def test_the_responses_of_a_conversation_are_one_session_so_that_the_next_one_finds_their_cache(client, hand):
     def session(**fields):
-        made = stored.client().responses.create(model="m", input="say x", **fields)
+        made = client.responses.create(model="m", input="say x", **fields)
         return made.id, hand.request(made.id.removeprefix("resp_")).get("session")
 
     first, of_first = session()
