@@ -22,6 +22,10 @@ LENGTHS = (1, 2, 3, 17, 63, 64, 65, 130, 254, 255, 256, 257, 300, 511, 513)
 LONGEST = 800
 BEGINNINGS = (300, 450)
 
+DAILY = (("llama", None), ("llama", 8), ("gemma3_text", None), ("qwen3_next", None), ("mamba2", None))
+"""Each way of keeping a cache; `test_layout_memory` has all layouts each day."""
+LAYOUTS = [*((name, None) for name in CONFIGS), *((name, 8) for name in WIDE_HEADS)]
+
 
 class Agent:
     """An agent's tokens so far, and the cache its next turn may continue from."""
@@ -49,7 +53,8 @@ class Agent:
 
 
 @pytest.mark.parametrize(
-    ("name", "kv_bits"), [*((name, None) for name in CONFIGS), *((name, 8) for name in WIDE_HEADS)]
+    ("name", "kv_bits"),
+    [pytest.param(*one, marks=() if one in DAILY else pytest.mark.scheduled) for one in LAYOUTS],
 )
 def test_any_history_of_any_layout_is_answered_as_if_each_sequence_were_alone(name, kv_bits):
     rng = random.Random(f"{name} {SEED}")

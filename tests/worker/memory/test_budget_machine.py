@@ -1,6 +1,6 @@
 """Any mix of operations on a store with a budget: the usage is right, no transcript is lost, no cache is wrong.
 
-Over 1,000 operations in the suite, the same each time; `make deep` runs many more, and shortens what fails. Half are on
+Hundreds of operations in the suite, the same each time; `make deep` runs many more, and shortens what fails. Half are on
 a model of full attention, half on one with window and recurrent layers too; the RAM cache comes and goes at reopening.
 """
 
@@ -42,7 +42,7 @@ from stoker_worker.ports.memory import common_length
 DEEP = int(os.environ.get("DEEP", "0"))
 """How many runs of up to 100 operations, instead of what the suite does."""
 
-EXAMPLES, STEPS, OPERATIONS = (DEEP, 100, 30 * DEEP) if DEEP else (14, 50, 400)
+EXAMPLES, STEPS, OPERATIONS = (DEEP, 100, 30 * DEEP) if DEEP else (9, 50, 240)
 PHASES = tuple(Phase) if DEEP else (Phase.generate,)  # finding the shortest mix that fails takes minutes
 NAMES = st.sampled_from("abcd")
 BASES = [ids(1500, seed=seed) for seed in range(2)]

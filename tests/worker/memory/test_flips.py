@@ -1,4 +1,4 @@
-"""A hundred flipped bytes over all files of a store of 30 agents; `make deep`: 5,000, of 200 agents."""
+"""Sixty flipped bytes over all files of a store of 30 agents; `make deep`: 5,000, of 200 agents."""
 
 import logging
 import os
@@ -10,7 +10,7 @@ from tests.worker.memory.flips import Flipper, Judge, Truth
 pytestmark = pytest.mark.slow
 
 IS_DEEP = "DEEP" in os.environ
-N_FLIPS, N_AGENTS = (5000, 200) if IS_DEEP else (120, 30)
+N_FLIPS, N_AGENTS = (5000, 200) if IS_DEEP else (60, 30)
 SEED = int(os.environ.get("FLIP_SEED", "1"))
 
 

@@ -19,7 +19,7 @@ from stoker_worker.memory.store_parts import opened
 pytestmark = pytest.mark.slow
 
 NAMES = [f"agent-{n}" for n in range(8)]
-N_KILLS = 200 if "DEEP" in os.environ else 5
+N_KILLS = 200 if "DEEP" in os.environ else 3
 KILLED_AT = """
 import os, sys
 from pathlib import Path
