@@ -21,7 +21,7 @@ from tests.support.forked_worker import ForkServer
 from tests.support.store_reader import StoreReader, is_made
 from tests.worker.queue.looking import MEMBER, places
 
-from stoker_shared.wire import AGENT_TASK_PATH, TASK_PATH
+from stoker_shared.wire import TASK_PATH
 
 RQ = "stoker_worker.queue."
 FINISH = RQ + "end:JobFinish."
@@ -263,52 +263,6 @@ def test_a_producer_that_is_killed_has_enqueued_its_job_or_not(scene, connection
     assert connection.llen("rq:queue:generate") == len(connection.keys("rq:job:*")) == enqueued
     scene.drain()
     assert connection.zcard("rq:finished:generate") == enqueued
-
-
-AGENT_JOBS = {
-    # What remains of the victim's two turns and the next one, and which turns the fork has.
-    "rollback": ({}, ["one", "two", "victim", "next"], []),
-    "fork": ({"target": "fork"}, ["one", "two", "next"], ["victim"]),
-    "forget": ({}, ["next"], []),
-}
-PLACES = {
-    "before it is looked at": ("stoker_worker.memory.store:AgentJobs.answer", "before", STARTED, False),
-    "before it takes effect": ("stoker_worker.memory.store:AgentJobs.run", "before", STARTED, False),
-    "after it took effect": ("stoker_worker.memory.store:AgentJobs.run", "after", STARTED, True),
-    "before its end": (RQ + "end:JobFinish.finish", "before", STARTED, True),
-    "after its end": (RQ + "end:JobFinish.finish", "after", ["finished"], True),
-}
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("action", AGENT_JOBS)
-def test_a_job_about_an_agent_takes_effect_once(scene, connection, action, place):
-    fields, turns, forked = AGENT_JOBS[action]
-    target, when, standing, has_taken_effect = PLACES[place]
-    for job_id in ("one", "two"):
-        scene.enqueue(job_id, "victim", f" {job_id}", 4)
-    scene.drain("zeroth")
-    before = scene.turns()
-    request = {"agent_id": "victim", "action": action, **fields}
-    scene.queue.enqueue(AGENT_TASK_PATH, request=request, job_id="victim", result_ttl=600)
-    scene.enqueue("next", "victim", " next", 4)
-    hooks = {"die": {"target": target, "when": when, "needles": ["victim"]}}
-    first = scene.worker("first", hooks=hooks)
-    assert first.wait() == -signal.SIGKILL, first.log
-    assert places(connection, "victim") == standing
-    if has_taken_effect:
-        assert (scene.turns(), scene.turns("fork")) != (before, [])
-    else:
-        assert (scene.turns(), scene.turns("fork")) == (before, [])
-    second = scene.drain()
-    assert [scene.job(job_id).get_status() for job_id in ("victim", "next")] == ["finished"] * 2, second.log
-    assert (scene.turns(), scene.turns("fork")) == (turns, forked)
-    result = scene.job("victim").return_value()
-    assert (result["action"], result["agent_id"], result["job_id"]) == (action, "victim", "victim")
-    assert result.get("existed", True)
-    assert result["version"] == {"rollback": 3, "fork": 1, "forget": 2}[action]
-    assert connection.xlen("rq:results:victim") == 1
-    scene.assert_nothing_is_left()
 
 
 ESCALATION = {

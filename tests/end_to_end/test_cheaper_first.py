@@ -4,7 +4,6 @@ import json
 import signal
 
 import pytest
-from tests.producer.batch.taught_lines import training_set
 from tests.support.wait import wait_for
 from tests.support.worker_process import fork_server
 
@@ -185,16 +184,3 @@ def test_a_batch_goes_on_while_a_worker_is_away(workers, redis_url, tmp_path, mo
 def test_a_batch_needs_its_models_and_a_check_or_a_schema(redis_url, tmp_path, capsys, check, why):
     run_batch(redis_url, tmp_path, [line(0, EASY)], check=check, ends=2)
     assert why in capsys.readouterr().err
-
-
-def test_the_answers_of_the_large_model_become_a_training_set(workers, redis_url, tmp_path):
-    def chat(number):
-        messages = [{"role": "user", "content": f"{number}\n{(EASY, HARD)[number % 2]}"}]
-        body = {"model": "gpt-9", "messages": messages, "task": "t" if number > 1 else None}
-        return {**line(number, ""), "url": "/v1/chat/completions", "body": body}
-
-    run_batch(redis_url, tmp_path, [chat(n) for n in range(6)], "--min-trust", "0")
-    assert training_set(tmp_path, "--teacher", "large", "--held-out", "0")[0] == 0
-    rows = {path.parent.name: path.read_text().splitlines() for path in (tmp_path / "training").glob("*/train.jsonl")}
-    assert {task: len(found) for task, found in rows.items()} == {"short+latin": 1, "t": 2}
-    assert all("if large" in row and '"yes"' in row for found in rows.values() for row in found)

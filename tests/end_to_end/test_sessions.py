@@ -46,12 +46,3 @@ def test_the_second_call_after_a_kill_prefills_only_what_is_new(redis_url, tmp_p
         assert third.usage.cached_tokens == second.usage.prompt_tokens + second.usage.completion_tokens
     assert changed.cache.miss_reason == "prompt_changed"
     assert changed.usage.cached_tokens < 20
-
-
-def test_calls_of_a_session_wait_for_nobody(redis_url, tmp_path):
-    producer = Producer(redis_url)
-    tickets = [producer.submit(session="s", prompt=f"call {n} sleeps", max_tokens=60) for n in range(4)]
-    with running_worker(redis_url, tmp_path / "store", "--burst", "--max-batch", "4") as worker:
-        assert worker.wait() == 0, worker.log
-    timings = [ticket.result(timeout_s=1).timing for ticket in tickets]
-    assert max(timing.queued_s for timing in timings) < min(timing.total_s for timing in timings)

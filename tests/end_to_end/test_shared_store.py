@@ -68,24 +68,6 @@ def test_jobs_with_memory_wait_for_a_shared_store_that_is_away_others_go_on_and_
         assert submit("a", context="append").result(timeout_s=60).cache.agent_version == 4
 
 
-def test_a_worker_stops_in_seconds_while_the_shared_store_is_away_and_its_jobs_wait(
-    share, redis_url, producer, tmp_path
-):
-    with mac(share, redis_url, tmp_path / "mac1") as worker:
-        producer.submit(agent_id="a", prompt="x", max_tokens=5).result(timeout_s=60)
-        share.go_away()
-        tickets = [
-            producer.submit(agent_id=agent_id, prompt="and", context="append", max_tokens=5) for agent_id in "ab"
-        ]
-        worker.wait_for(lambda: away_s(producer) > 0)
-        worker.signal(signal.SIGTERM)
-        assert worker.wait(30) == 0
-        assert [ticket.status().state for ticket in tickets] == ["queued"] * 2
-    share.come_back()
-    with mac(share, redis_url, tmp_path / "mac1"):
-        assert [ticket.result(timeout_s=60).cache.agent_version for ticket in tickets] == [2, 1]
-
-
 def test_a_store_is_shared_by_a_command_and_every_conversation_goes_on_at_another_worker(
     share, redis_url, producer, tmp_path
 ):

@@ -1,7 +1,8 @@
 """Any mix of operations on a store with a budget: the usage is right, no transcript is lost, no cache is wrong.
 
-Hundreds of operations in the suite, the same each time; `make deep` runs many more, and shortens what fails. Half are on
-a model of full attention, half on one with window and recurrent layers too; the RAM cache comes and goes at reopening.
+Hundreds of operations in the suite, the same each time; `make deep` runs many more, and shortens what fails. Half are
+on a model of full attention, half on one with window and recurrent layers too; the RAM cache comes and goes when it is
+opened again.
 """
 
 import os

@@ -83,10 +83,6 @@ def claim(queue, busy=frozenset()):
     return again(lambda: queue.claim(8, Busy(writing=frozenset(busy))))
 
 
-def starts(exchange):
-    return exchange.holds("EVALSHA", "rq:wip:generate", "worker_name")
-
-
 def ends(exchange):
     return exchange.holds("EVALSHA", "rq:wip:generate", "ZREM")
 
@@ -101,31 +97,6 @@ def test_a_server_that_goes_away_while_a_worker_registers_is_named_as_away(proxy
     with pytest.raises(RedisUnavailable), open_queue(read_settings({"redis_url": proxy.url}), proxy.url):
         pass
     assert proxy.lost
-
-
-def test_a_job_start_whose_reply_is_lost_is_done_again_before_the_agents_next_job(connection, proxy, queue, enqueue):
-    for job_id in ("first", "second"):
-        enqueue(job_id)
-    proxy.lose(starts)
-    (job,) = claim(queue)
-    assert proxy.lost
-    assert (job.job_id, job.attempt) == ("first", 1)
-    assert claim(queue, {"a"}) == []
-    finish(job, RESULT)
-    (job,) = claim(queue)
-    assert job.job_id == "second"
-    finish(job, RESULT)
-    assert nothing_is_left(connection)
-    assert [connection.xlen(f"rq:results:{job_id}") for job_id in ("first", "second")] == [1, 1]
-
-
-def test_a_claim_whose_reply_is_lost_changes_no_order(connection, proxy, queue, enqueue):
-    for job_id, agent in (("first", "a"), ("second", "a"), ("other", "b")):
-        enqueue(job_id, agent)
-    proxy.lose(lambda exchange: starts(exchange) and exchange.holds("first"))
-    assert {job.job_id for job in claim(queue)} == {"first", "other"}
-    assert proxy.lost
-    assert places(connection, "second") == ["generate"]
 
 
 def test_an_end_whose_reply_is_lost_is_followed_by_all_its_steps(connection, proxy, queue, enqueue):
@@ -156,16 +127,6 @@ def test_a_failure_whose_reply_is_lost_enqueues_the_dependents_that_allow_it(con
     assert nothing_is_left(connection)
 
 
-def test_a_stop_whose_reply_is_lost_counts_as_a_stop(connection, proxy, queue, enqueue):
-    enqueue("job")
-    (job,) = claim(queue)
-    proxy.lose(ends)
-    again(lambda: stop(job))
-    assert proxy.lost
-    assert connection.hget("rq:job:job", "status") == b"stopped"
-    assert nothing_is_left(connection)
-
-
 def test_a_retry_whose_reply_is_lost_counts_as_one_retry(connection, proxy, queue, enqueue):
     enqueue("job", retry=Retry(max=1))
     enqueue("next")
@@ -175,15 +136,6 @@ def test_a_retry_whose_reply_is_lost_counts_as_one_retry(connection, proxy, queu
     assert proxy.lost
     assert connection.lrange("rq:queue:generate", 0, -1) == [b"job", b"next"]
     assert connection.hget("rq:job:job", "retries_left") == b"0"
-    assert nothing_is_left(connection)
-
-
-def test_a_refusal_whose_reply_is_lost_counts_as_a_refusal(connection, proxy, queue, plain):
-    plain.enqueue("os.getcwd", job_id="job")
-    proxy.lose(ends)
-    assert claim(queue) == []
-    assert proxy.lost
-    assert places(connection, "job") == ["failed"]
     assert nothing_is_left(connection)
 
 
