@@ -122,13 +122,7 @@ _BLOCK: Final = {
 }
 
 PLAIN: Final[dict[str, Config]] = {
-    "afm7": {
-        "hidden_dim": 32,
-        "num_layers": 4,
-        "num_kv_reuse_layers": 2,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-    },
+    "afm7": {"hidden_dim": 32, "num_layers": 4, "num_kv_reuse_layers": 2, "num_heads": 4, "num_kv_heads": 2},
     "apertus": {"post_norm": True, "qk_norm": True},
     "cohere": {"logit_scale": 1.0},
     "ernie4_5": {"use_bias": False},
@@ -363,13 +357,7 @@ EXPERT: Final[dict[str, Config]] = {
     "glm4_moe": {**EXPERTS, "use_qk_norm": True, "partial_rotary_factor": 0.5},
     "glm4_moe_lite": {**EXPERTS, **LATENT},
     "glm_moe_dsa": {**EXPERTS, **LATENT, **_SPARSE, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
-    "granitemoe": {
-        **EXPERTS,
-        "logits_scaling": 1.0,
-        "attention_multiplier": 0.35,
-        "embedding_multiplier": 1.0,
-        "residual_multiplier": 1.0,
-    },
+    "granitemoe": {**EXPERTS, **_SCALED},
     "hunyuan": {
         **EXPERTS,
         "moe_topk": 2,
@@ -397,11 +385,7 @@ EXPERT: Final[dict[str, Config]] = {
         index_block_size=8,
         index_topk_blocks=4,
     ),
-    "mistral4": {
-        **EXPERTS,
-        **LATENT,
-        "rope_parameters": GROWING,
-    },
+    "mistral4": {**EXPERTS, **LATENT, "rope_parameters": GROWING},
     "mixtral": EXPERTS,
     "olmoe": EXPERTS,
     "phimoe": {**EXPERTS, "rope_scaling": LONG_ROPE},
@@ -487,10 +471,7 @@ RECURRENT: Final[dict[str, Config]] = {
     },
     "granitemoehybrid": {
         **EXPERTS,
-        "logits_scaling": 1.0,
-        "attention_multiplier": 0.35,
-        "embedding_multiplier": 1.0,
-        "residual_multiplier": 1.0,
+        **_SCALED,
         "layer_types": ["mamba", "attention"] * 2,
         "shared_intermediate_size": 48,
         "mamba_n_heads": 8,

@@ -30,10 +30,7 @@ class Cause(NamedTuple):
         return f"[{self.text}](upstream.md#mlx-lm)" if self.upstream else self.text
 
 
-_PADDING: Final = Cause(
-    "no full attention; recurrent layers take padding on the right for text",
-    upstream=True,
-)
+_PADDING: Final = Cause("no full attention; recurrent layers take padding on the right for text", upstream=True)
 _DYNAMIC: Final = Cause("dynamic RoPE takes one offset for all sequences", upstream=True)
 _KIND: Final = Cause("mlx-lm has no batch form of its cache", upstream=True)
 _OWN: Final = "attention is the model's own code"
@@ -43,10 +40,7 @@ CAUSES: Final[dict[str, Cause]] = {
     "afm7": Cause("layers that reuse K/V count positions from the padding", upstream=True),
     "deepseek_v32": _INDEX,
     "deepseek_v41": _KIND,
-    "gemma2": Cause(
-        f"{_OWN}, and in a batch the mask of a sequence is applied to a head",
-        upstream=True,
-    ),
+    "gemma2": Cause(f"{_OWN}, and in a batch the mask of a sequence is applied to a head", upstream=True),
     "glm_moe_dsa": _INDEX,
     "gpt_bigcode": Cause("positions are taken from one offset for all sequences", upstream=True),
     "internlm2+dynamic-rope": _DYNAMIC,
