@@ -8,7 +8,7 @@ the oldest, because jobs that end meanwhile move to the other end. It holds one 
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, TypedDict, TypeVar, Unpack
+from typing import Any, Final, TypedDict, TypeVar, Unpack, get_args
 
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
@@ -32,6 +32,7 @@ from stoker.operations import Command, Commands, Operation, ask, run, run_async
 from stoker.submitting import enqueue
 from stoker.waiting import wait_for_end
 from stoker_shared.agents import (
+    AgentAction,
     AgentForgotten,
     AgentForked,
     AgentInfo,
@@ -41,7 +42,7 @@ from stoker_shared.agents import (
 )
 from stoker_shared.errors import JobNotFound
 from stoker_shared.job_data import MAX_DATA_BYTES, read_json, unpacked
-from stoker_shared.wire import REQUEST_KWARG, STREAM_KEY, TASK_PATH
+from stoker_shared.wire import FIELD_AGENT, REQUEST_KWARG, STREAM_KEY, TASK_PATH
 
 R = TypeVar("R", bound=AgentResult)
 
@@ -242,19 +243,35 @@ def _page(queue: str, registry: Any, n_kept: int) -> Operation[list[str]]:
 
 def _of_agent(agent_id: str, job_ids: list[str], statuses: tuple[str, ...]) -> Operation[list[str]]:
     """The agent's jobs in one of these states. A job in another state is in another place, too, or gone."""
-    looks = [("HGET", Job.key_for(job_id), "status") for job_id in job_ids]
-    states = yield Commands(looks, errors_as_replies=True)  # another client's key may be of another type
-    there = [
-        job_id
-        for job_id, state in zip(job_ids, states, strict=True)
-        if isinstance(state, bytes) and state.decode(errors="replace") in statuses
-    ]
-    of_agent = []
-    for start in range(0, len(there), _REQUESTS):
-        group = there[start : start + _REQUESTS]
+    of_agent: list[str] = []
+    in_doubt: list[str] = []
+    fields = ("status", "created_at", FIELD_AGENT, "description")
+    commands = [("HMGET", Job.key_for(job_id), *fields) for job_id in job_ids]
+    for job_id, reply in zip(job_ids, (yield Commands(commands, errors_as_replies=True)), strict=True):
+        if isinstance(reply, Exception):  # another client's key may be of another type
+            continue
+        status, *values = ((value or b"").decode(errors="replace") for value in reply)
+        if status in statuses and (names_it := _names(agent_id, *values)) is not False:
+            (in_doubt if names_it is None else of_agent).append(job_id)
+    for start in range(0, len(in_doubt), _REQUESTS):
+        group = in_doubt[start : start + _REQUESTS]
         requests = yield Commands([("HGET", Job.key_for(job_id), "data") for job_id in group])
         of_agent += [id_ for id_, data in zip(group, requests, strict=True) if _requests(agent_id, data or b"")]
     return of_agent
+
+
+def _names(agent_id: str, created_at: str, noted: str, description: str) -> bool | None:
+    """True if the job's other fields name the agent; ``None`` if only its request can tell."""
+    named = f"for agent {agent_id[:60]!r}"
+    if description in {f"{action} {named}" for action in get_args(AgentAction)}:
+        return False
+    stamp, _, rest = noted.partition(" ")
+    if not noted or stamp != created_at:  # another client's job, or its id was used again
+        return None
+    if " " in rest:
+        return rest.partition(" ")[2] == agent_id
+    # It does not use memory. If it names an agent all the same, its description has the beginning of the id.
+    return None if description.endswith(named) else False
 
 
 def _requests(agent_id: str, data: bytes) -> bool:

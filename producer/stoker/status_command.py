@@ -1,5 +1,7 @@
 """`stoker status` and `workers`: one job, everything at one moment, workers. Only command-line texts."""
 
+import shutil
+import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict
@@ -94,8 +96,12 @@ def _watch(producer: Producer) -> None:
                 text = overview_text(producer.overview())
             except QueueError as error:
                 text = printable(str(error), lines=True)
+            text = f"{text}\n\n{time.strftime('%H:%M:%S')}, each second; Ctrl-C ends"
+            if sys.stdout.isatty():  # a longer text would push out its beginning
+                columns, lines = shutil.get_terminal_size()
+                text = "\n".join(line[:columns] for line in text.split("\n")[: lines - 1])
             click.clear()  # of a terminal; elsewhere one text comes below the other
-            click.echo(f"{text}\n\n{time.strftime('%H:%M:%S')}, each second; Ctrl-C ends\n")
+            click.echo(text)
             time.sleep(EVERY_S)
 
 

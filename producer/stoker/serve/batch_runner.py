@@ -22,7 +22,7 @@ from stoker.batch.input_file import InputFile
 from stoker.batch.json_lines import JsonLines
 from stoker.batch.output_file import OutputFile, OutputRefused, is_success
 from stoker.batch.progress import Progress
-from stoker.batch.record import BatchRecord, cancel_batch, find_record, forget
+from stoker.batch.record import RENEW_S, BatchHeld, BatchRecord, cancel_batch, find_record, forget
 from stoker.batch.work import BatchWork
 from stoker.new_job import JobOptions
 from stoker.operations import run
@@ -234,6 +234,11 @@ class BatchRunner:
             if not self._away:
                 log.warning("batches wait: %s", error)
             self._away = True
+            return 0
+        except BatchHeld as held:  # by a process that was killed a moment ago, or by one that serves the same folder
+            log.info("%s waits: %s", batch_id, held)
+            self._not_before[batch_id] = time.monotonic() + RENEW_S
+            self._leave(batch_id)
             return 0
         except Exception as error:
             log.error("%s cannot go on, and is tried again in %g s: %s", batch_id, _AGAIN_S, error, exc_info=error)

@@ -62,9 +62,9 @@ def test_a_model_without_full_attention_costs_the_same_at_any_length():
 # --- batch width ---
 
 
-def go_well(width, steps=64):
+def go_well(width, steps=64, n_sequences=8):
     for _ in range(steps):
-        width.went_well()
+        width.went_well(n_sequences)
 
 
 def test_half_as_many_run_after_a_failed_step_and_all_again_after_quiet_steps_twice_as_many_if_that_breaks():
@@ -78,6 +78,15 @@ def test_half_as_many_run_after_a_failed_step_and_all_again_after_quiet_steps_tw
         assert (width.now, width.is_searching) == (8, False)
         if quiet == 256:
             go_well(width, 256)
+
+
+def test_quiet_steps_of_fewer_sequences_do_not_show_that_a_width_works():
+    width = BatchWidth(8)
+    for quiet in (64, 128, 256):
+        width.broke(8)
+        go_well(width, quiet, n_sequences=2)
+        assert width.now == 8
+        go_well(width, 1000, n_sequences=2)
 
 
 def test_a_sequence_that_fails_alone_clears_the_width_of_blame():

@@ -255,6 +255,24 @@ def test_calls_that_go_on_with_one_conversation_at_the_same_time_are_all_kept(tm
 def test_a_conversation_that_another_call_goes_on_with_during_a_look_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    store, rows_of = open_store(tmp_path), transcripts.session_rows
+    call(store, LONG[:600])
+    others = [(*LONG[:600], *ids(200, seed=1))]
+
+    def overtaken(*args: Any) -> Any:
+        rows = rows_of(*args)
+        if others:
+            call(store, others.pop())
+        return rows
+
+    monkeypatch.setattr(transcripts, "session_rows", overtaken)
+    assert call(store, (*LONG[:600], *ids(200, seed=2))) == (600, None)
+    assert others == []
+
+
+def test_a_conversation_that_another_call_goes_on_with_after_a_look_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, find = open_store(tmp_path), lookup.find_prefix
     call(store, LONG[:600])
     others = [(*LONG[:600], *ids(200, seed=1))]

@@ -11,6 +11,7 @@ from tests.worker.models.tool_formats import ARGUMENTS, CALLS, TOOL, wrapper
 from tests.worker.pipeline.answers import answer_to
 from tokenizers import AddedToken
 
+from stoker_shared.errors import GuideRefused
 from stoker_worker.models.answer_formats import answer_format
 from stoker_worker.models.guides import GrammarGuides
 
@@ -156,3 +157,37 @@ def test_one_of_several_tools_is_called_after_the_thinking_whatever_tokens_the_n
         thoughts += answer.reasoning is not None
     assert names == {one["function"]["name"] for one in tools}
     assert thoughts > 0
+
+
+LINKED = {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 9} for n in range(40)} | {"d40": {"enum": ["x"]}}
+NESTED = {
+    f"d{n}": {"type": "object", "properties": {key: {"$ref": f"#/$defs/d{n + 1}"} for key in "abcdef"}}
+    for n in range(40)
+} | {"d40": {"enum": ["x"]}}
+"""Short, and of 9^40 and 6^40 forms."""
+
+OWN = {"type": "object", "properties": {"x": {"$ref": "#/$defs/own"}, "y": {"$ref": "#/$defs/own"}}}
+ODD: list[Any] = [
+    {"$ref": "#/$defs/own"},
+    {"$ref": "#/$defs/d0"},
+    {"properties": [3]},
+    {"type": 3},
+    {"enum": []},
+    [],
+    None,
+]
+
+
+@pytest.mark.parametrize("linked", [LINKED, NESTED])
+def test_a_schema_that_is_none_or_refers_to_itself_is_refused_or_written(linked):
+    model, n_refused = Model("json_tools"), 0
+    for odd in ODD:
+        parameters = {"properties": {"a": odd, "b": TEXT}, "$defs": {"own": OWN, **linked}}
+        try:
+            guide = model.maker.guide_for(asked(tools=[tool(parameters)], tool_choice="required"), ())
+        except GuideRefused:
+            n_refused += 1
+        else:
+            assert guide is not None
+            assert guide.after(None) is not None
+    assert n_refused > 2

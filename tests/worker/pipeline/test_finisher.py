@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -90,6 +91,16 @@ def test_a_disk_that_hangs_for_one_agent_delays_no_other_agents_result(scene: Sc
     scene.disk.set()
     scene.wait_for_release()
     assert scene.states("slow") == ["finished"]
+
+
+def test_the_time_of_a_result_includes_its_save(scene: Scene) -> None:
+    saved_at: list[float] = []
+    scene.store.before_write = lambda agent_id: saved_at.append(time.time())
+    job = scene.put_finished("a")
+    scene.wait_for_release()
+    entry = scene.queue.entries["job-a"]
+    assert entry.result is not None
+    assert entry.result["timing"]["total_s"] >= round(saved_at[0] - job.claimed.enqueued_at, 3) - 1e-3
 
 
 def test_a_job_that_redis_has_lost_ends_in_a_log_line_with_its_id_and_saves_nothing(

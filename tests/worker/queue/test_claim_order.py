@@ -272,6 +272,21 @@ def test_a_recovery_whose_reply_is_lost_counts_no_job_as_alone_that_was_not(conn
     assert [counted(connection, job_id) for job_id in ids] == [[1, 0]] * 3
 
 
+def test_jobs_that_ran_together_go_back_in_one_transaction(connection, producer, opened):
+    ids = submit(producer, "a", "b", "c")
+    assert len(claim(opened())) == 3
+    queue = opened()
+    with connection.monitor() as monitor:
+        assert queue.recover() == 3
+        connection.ping()
+        seen = []
+        while not (seen and seen[-1] == "PING"):
+            seen.append(monitor.next_command()["command"].split(" ")[0].upper())
+    calls = [name for name in seen if name in {"MULTI", "EVALSHA", "EXEC"}]
+    assert ["MULTI", "EVALSHA", "EVALSHA", "EVALSHA", "EXEC"] in [calls[n : n + 5] for n in range(len(calls))]
+    assert [job_id.decode() for job_id in connection.lrange("rq:queue:generate", 0, -1)] == ids
+
+
 def test_a_producers_note_of_another_agent_is_corrected_when_the_job_is_claimed(connection, producer, opened):
     """Otherwise it would be claimed and given back forever, and block the jobs behind it."""
     queue = opened()

@@ -185,7 +185,7 @@ class BlockPoolBatchEngine(GenerationEnginePort):
         self._measure(time.perf_counter() - began, decoding, prefilled)
         yield from self._after_prefill(prefilled)
         yield from self._advance(outputs)
-        self._width.went_well()
+        self._width.went_well(decoding + prefilling)
 
     def _measure(self, step_s: float, decoding: int, prefilled: list[Prefilled]) -> None:
         """Let the budget learn from a step, unless its only prefill was sequences that turned to decoding."""

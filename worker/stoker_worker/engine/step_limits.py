@@ -19,7 +19,7 @@ class BatchWidth:
 
     def __init__(self, most: int) -> None:
         self.most = self.now = most
-        self._quiet_steps = 0
+        self._quiet_steps = self._broke_at = 0
         self._needed_steps = _QUIET_STEPS // 2
 
     @property
@@ -30,17 +30,17 @@ class BatchWidth:
     def broke(self, n_sequences: int) -> None:
         """A step of so many sequences broke: half as many may run together from here on."""
         self.now, self._quiet_steps = max(1, min(self.now, n_sequences) // 2), 0
-        self._needed_steps *= 2
+        self._broke_at, self._needed_steps = n_sequences, 2 * self._needed_steps
 
     def blame_one(self) -> None:
         """One sequence breaks alone too: the steps with it did not break because of their width."""
         self._needed_steps = _QUIET_STEPS
 
-    def went_well(self) -> None:
-        """A step did not break: after enough of those, more sequences may run together."""
+    def went_well(self, n_sequences: int) -> None:
+        """A step of so many sequences did not break: after enough of those, more may run together."""
         self._quiet_steps += 1
         if self._quiet_steps >= self._needed_steps:
-            if not self.is_searching:
+            if not self.is_searching and n_sequences >= self._broke_at:
                 self._needed_steps = _QUIET_STEPS // 2  # what broke then has passed
             self.now, self._quiet_steps = min(self.most, 2 * self.now), 0
 

@@ -208,6 +208,8 @@ def store_name(folder: Path) -> str:
         kept = path.read_text(errors="replace").strip() if path.exists() else ""
         if _WORKER_NAME.fullmatch(kept):
             return kept
+        if kept:
+            _log.warning("%s is damaged; this store's worker gets a new name", path)
         name = f"{re.sub(r'[^A-Za-z0-9._-]', '-', socket.gethostname())[:50]}-{secrets.token_hex(3)}"
         replace_file(path, f"{name}\n".encode())
     return name

@@ -73,6 +73,10 @@ DEFAULT_SHARE: Final = 1 / 16
 """The share of the machine's RAM: the model and the batch need the rest."""
 
 
+MOST_AGENTS: Final = 2048
+"""A cache of a few tokens is read from disk as fast, and many of them would take memory that no limit counts right."""
+
+
 def default_memory_bytes() -> int:
     """The limit where none is given; logged, because it depends on the machine."""
     max_bytes = int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * DEFAULT_SHARE)
@@ -193,16 +197,19 @@ class RamCache:
         yield from (name for name in reversed(behind) if name in self._entries and name not in running)
 
     def _make_room(self, n_bytes: int, others: Iterable[str]) -> bool:
-        """Drop those of `others`, in this order, that have to go for `n_bytes` in all; none, if that is not enough."""
-        over, going = n_bytes - self.max_bytes, list[str]()
-        for name in others if over > 0 else ():
+        """Drop those of `others`, in this order, that have to go for one more agent and `n_bytes` in all; none, if that
+        is not enough."""
+        over, n_over, going = n_bytes - self.max_bytes, len(self._entries) + 1 - MOST_AGENTS, list[str]()
+        for name in others if over > 0 or n_over > 0 else ():
             going.append(name)
             over -= self._entries[name].n_bytes
-            if over <= 0:
+            n_over -= 1
+            if over <= 0 and n_over <= 0:
                 break
-        for name in going if over <= 0 else ():
+        has_room = over <= 0 and n_over <= 0
+        for name in going if has_room else ():
             self._drop(name)
-        return over <= 0
+        return has_room
 
     def _add(self, agent_id: str, entry: RamCacheEntry, *, goes_last: bool = True) -> None:
         if self._model in (None, entry.chain.model):

@@ -36,6 +36,8 @@ _OPENING_TOKENS: Final = 8
 _MOST_STEPS: Final = 4096
 """Blocks of one conversation that are looked at for the place where a prompt has left it: a million tokens."""
 
+_MOST_LOOKS: Final = 4
+
 _FIRST: Final = "\n"
 
 
@@ -114,9 +116,16 @@ class SessionCaches:
         `Damaged`."""
         n_before = {prompt.root: 0} | {address: n for n, address in enumerate(prompt.addresses, start=1)}
         names = names_of(session, prompt.root)
-        with self._database.snapshot() as connection:
-            rows = transcripts.session_rows(connection, names)
-            return [self._compare(connection, row, n_prompt, prompt, n_before) for row, n_prompt in rows]
+        kept: list[KeptConversation] = []
+        for _ in range(_MOST_LOOKS):
+            with self._database.snapshot() as connection:
+                rows = transcripts.session_rows(connection, names)
+                kept = [self._compare(connection, row, n_prompt, prompt, n_before) for row, n_prompt in rows]
+            with self._database.snapshot() as connection:  # what a save replaced meanwhile, its files are gone
+                now = transcripts.session_rows(connection, names)
+            if {row.agent_id: row.version for row, _ in rows} == {row.agent_id: row.version for row, _ in now}:
+                break
+        return kept
 
     def save(
         self, session: str, chain: BlockChain, cache: SequenceCache, *, prompt_tokens: int, model: LoadedModel

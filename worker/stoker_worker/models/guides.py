@@ -375,6 +375,8 @@ class GrammarGuides:
         """
         if not self._eos_ids:
             raise GuideRefused("this model has no end-of-sequence token, so no answer could end where its grammar does")
+        if isinstance(self._tokenizer, GuideRefused):
+            raise self._tokenizer
         grammar = Grammar(LLMatcher(self._tokenizer, text, log_level=0, limits=_LIMITS), self._eos_ids)
         first = grammar.mask()
         problem = grammar.problem or (None if first.any() else "no answer fits it")
@@ -383,8 +385,8 @@ class GrammarGuides:
         return grammar
 
     @cached_property
-    def _tokenizer(self) -> LLTokenizer:
-        """Made for the first grammar: it takes up to a second, and most workers need none."""
+    def _tokenizer(self) -> LLTokenizer | GuideRefused:
+        """Made for the first grammar, or refused then: it takes up to a second, and most workers need none."""
         backend = deepcopy(self._wrapper._tokenizer.backend_tokenizer)
         backend.no_padding()
         backend.no_truncation()
@@ -393,7 +395,7 @@ class GrammarGuides:
             return LLTokenizer(backend.to_str(), eos_token=known or None)
         except Exception as error:  # it raises ValueError for what it does not know, and what its parser raises
             reason = message_line(error)[:_MOST_REASON]
-            raise GuideRefused(f"no grammar can guide this model's tokenizer: {reason}") from None
+            return GuideRefused(f"no grammar can guide this model's tokenizer: {reason}")
 
     def _call_tokens(self) -> CallTokens:
         form, tokens = self._form, self._wrapper._tokenizer.backend_tokenizer.get_added_tokens_decoder()
