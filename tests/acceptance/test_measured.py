@@ -85,6 +85,7 @@ MET: list[tuple[str, str, str, Holds]] = [
     (EXP_006, "latency linear in blocks x layers", "exp_006", says("latency_is_linear_in_bytes")),
     (EXP_006, "no memory leaks", "exp_006", says("no_leak")),
     (EXP_006, "faster than padded", "exp_006", lambda content: content["padded"]["ratio"]["median"] < 1),
+    (EXP_006, "blocks 20 % faster than padded", "exp_006", lambda content: content["padded"]["ratio"]["median"] <= 0.8),
     (EXP_006, "from cache faster than direct > 256 tokens", "exp_006", from_cache_faster_beyond_256_tokens("s")),
     (EXP_006, "total generation time against direct", "exp_006", from_cache_faster_beyond_256_tokens("total_s")),
     (EXP_006, "benchmark 3: round trip", "exp_006", says("every_answer_is_the_one_without_cache")),
@@ -101,7 +102,6 @@ NOT_MET: list[tuple[str, str, str, Holds]] = [
     (EXP_006, "32 x 48: p95 < 5 ms", "exp_006", p95(32, 48, under_ms=5)),
     (EXP_006, "32 x 48: p95 < 3 ms", "exp_006", p95(32, 48, under_ms=3)),
     (EXP_006, "under 8 blocks: below 1 ms", "exp_006", p95(4, 30, under_ms=1)),
-    (EXP_006, "blocks 20 % faster than padded", "exp_006", lambda content: content["padded"]["ratio"]["median"] <= 0.8),
     (KV_CACHE, "the whole answer at 10 tokens: 1.1 times", "exp_007", whole_answer(10, least=1.1)),
     (KV_CACHE, "the whole answer at 100 tokens: 1.5 to 2 times", "exp_007", whole_answer(100, least=1.5)),
 ]
