@@ -76,7 +76,8 @@ it makes a tiny model of every architecture with random weights, in float32 on a
 mode from the widest down, and compares it with `mlx_lm`'s own single, uncached runs. The sequences are of unequal
 length, join others, cross windows and sparse budgets, are prefilled in chunks of several sizes, and take a second turn
 on restored caches. `make zoo` repeats the survey, and fails if the survey, this page and the worker's own proof at load
-disagree.
+disagree. Only `deepseek_v41`, which rounds keys inside, may be served narrower: in float32 the proof takes mlx-lm's own
+way.
 
 The worker does not read this list. It [proves each model at load](adr/0041-a-model-is-batched.md), so it also serves
 a model that is not listed, or that a new release of mlx-lm has mended or broken, in the mode that is right for it.
