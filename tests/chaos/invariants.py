@@ -352,11 +352,15 @@ class FollowUp:
             assert left == [], [(key, self._connection.ttl(key)) for key in left]
 
     def _is_left_by_rq(self, key: str) -> bool:
-        """An execution that is in no registry and expires by itself.
+        """An execution that is in no registry and expires by itself, or the scheduler's lock of a worker that was lost
+        a moment ago.
 
-        RQ's own cancel or delete of a running job leaves it behind, and a worker that is lost then cannot remove it.
+        RQ's own cancel or delete of a running job leaves an execution behind, and a worker that is lost then cannot
+        remove it.
         """
         kind, job_id = [*key.split(":"), ""][1:3]
+        if kind == "scheduler-lock":
+            return self._connection.ttl(key) in range(6)  # it lasts five seconds
         if kind not in {"execution", "executions"} or not 0 < self._connection.ttl(key) <= EXECUTION_TTL_S + 60:
             return False
         return job_id in self.by_id and self.by_id[job_id].plan.withdraw is not None
