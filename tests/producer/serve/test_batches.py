@@ -9,6 +9,8 @@ import pytest
 from openai.types.responses import Response
 from tests.producer.serve.conftest import serving_at
 
+from stoker.batch import work
+from stoker.batch.record import BatchHeld
 from stoker.serve import batch_runner
 from stoker.serve.settings import Tokens
 from stoker.serve.store import BatchStore
@@ -76,6 +78,22 @@ def test_a_batch_from_upload_to_download(client):
     assert done.created_at <= done.in_progress_at <= done.finalizing_at <= done.completed_at < done.expires_at
     assert answers(client, done.output_file_id) == {f"c{n}": str(n) for n in range(200) if n % 50}
     assert answers(client, done.error_file_id) == {f"c{n}": "model_not_found" for n in range(0, 200, 50)}
+
+
+def test_a_batch_that_another_process_held_a_moment_ago_waits_and_is_no_error(client, monkeypatch, caplog):
+    refusals, hold = iter([BatchHeld("held elsewhere")]), work.hold
+
+    def held_at_first(*arguments):
+        if (refusal := next(refusals, None)) is not None:
+            raise refusal
+        return hold(*arguments)
+
+    monkeypatch.setattr(work, "hold", held_at_first)
+    monkeypatch.setattr(batch_runner, "RENEW_S", 0.1)
+    done = until(client, begin(client, lines("say a")), "completed")
+    assert answers(client, done.output_file_id) == {"c0": "a"}
+    assert next(refusals, None) is None
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 def test_a_batch_without_failures_has_no_error_file(client):

@@ -12,6 +12,7 @@ from tests.worker.models.small_tokenizers import byte_fallback, byte_level
 
 from stoker_shared import build_request
 from stoker_shared.errors import GuideRefused
+from stoker_worker.models import guides
 from stoker_worker.models.guides import MOST_GRAMMAR_BYTES, GrammarGuides
 from stoker_worker.ports.model import PLAIN_TEXT, AnswerFormat
 
@@ -189,7 +190,22 @@ def test_what_cannot_be_compiled_is_refused_in_one_line(fields, reason):
     assert len(str(refused.value)) < 400
 
 
-def test_a_model_without_an_end_or_with_an_unknown_tokenizer_has_no_guides():
+def test_an_unknown_tokenizer_is_tried_once_and_refuses_each_guide(monkeypatch):
+    tried = []
+
+    def unknown(*arguments, **options):
+        tried.append(arguments)
+        raise ValueError("no such tokenizer")
+
+    monkeypatch.setattr(guides, "LLTokenizer", unknown)
+    maker = GrammarGuides(byte_level(), PLAIN_TEXT)
+    for regex in ("a", "b"):
+        with pytest.raises(GuideRefused, match="no such tokenizer"):
+            maker.guide_for(asked(guide={"regex": regex}), ())
+    assert len(tried) == 1
+
+
+def test_a_model_without_an_end_has_no_guides():
     wrapper = byte_level()
     wrapper.eos_token_ids = set()
     with pytest.raises(GuideRefused, match="end-of-sequence"):
