@@ -10,7 +10,7 @@ from openai.types.responses import Response
 from tests.producer.serve.conftest import serving_at
 
 from stoker.batch import work
-from stoker.batch.record import BatchHeld
+from stoker.batch.record import BatchHeld, hold
 from stoker.serve import batch_runner
 from stoker.serve.settings import Tokens
 from stoker.serve.store import BatchStore
@@ -81,7 +81,7 @@ def test_a_batch_from_upload_to_download(client):
 
 
 def test_a_batch_that_another_process_held_a_moment_ago_waits_and_is_no_error(client, monkeypatch, caplog):
-    refusals, hold = iter([BatchHeld("held elsewhere")]), work.hold
+    refusals = iter([BatchHeld("held elsewhere")])
 
     def held_at_first(*arguments):
         if (refusal := next(refusals, None)) is not None:
