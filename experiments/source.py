@@ -1,6 +1,7 @@
 """The code that figures come from: the commit of a run, the paths that an experiment measures, and whether they have
 changed since. It asks git."""
 
+import ast
 import subprocess
 
 from common import HERE, Json
@@ -27,11 +28,30 @@ def source() -> Json:
 
 
 def is_older(number: str, commit: str | None) -> bool:
-    """Whether the measured code has changed since a commit. Without one, or if a rebase has removed it, that is the one
-    with the results as they are, which is no older than the run."""
+    """Whether the measured code has changed since a commit, in more than its words and form. Without a commit, or if a
+    rebase has removed it, that is the one with the results as they are, which is no older than the run."""
     since = commit if commit and _git("cat-file", "-e", commit) is not None else None
     since = since or _git("log", "-1", "--format=%H", "--", f"experiments/results/exp_{number}_results.json")
-    return bool(since and _git("log", "-1", "--format=%h", f"{since}..HEAD", "--", *MEASURED[number]))
+    changed = since and _git("diff", "--name-only", "--no-renames", since, "HEAD", "--", *MEASURED[number])
+    return any(_code(since, path) != _code("HEAD", path) for path in (changed or "").split())
+
+
+def code(text: str) -> str:
+    """What a module does: its syntax tree without docstrings."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(body := getattr(node, "body", None), list):
+            body[:] = [line for line in body if not _is_text(line)]
+    return ast.dump(tree)
+
+
+def _is_text(line: ast.AST) -> bool:
+    return isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)
+
+
+def _code(commit: str | None, path: str) -> str | None:
+    text = _git("show", f"{commit}:{path}")
+    return code(text) if text and path.endswith(".py") else text
 
 
 def _git(*words: str) -> str | None:

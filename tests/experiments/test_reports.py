@@ -46,14 +46,15 @@ def test_every_report_has_the_same_sections_in_the_same_order(report: Path, monk
 
 def test_a_report_is_older_if_the_code_that_it_measures_has_changed_since(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXPERIMENTS))
-    from source import MEASURED, is_older  # type: ignore[import-not-found]
+    from source import MEASURED, code, is_older  # type: ignore[import-not-found]
 
     assert set(MEASURED) == {number(report) for report in REPORTS}
     assert all((EXPERIMENTS.parent / path).exists() for paths in MEASURED.values() for path in paths)
-    log = ["git", "log", "-1", "--format=%H %P", "--", *MEASURED["002"]]
+    log = ["git", "log", "--format=%H", "--", *MEASURED["002"]]
     done = subprocess.run(log, cwd=EXPERIMENTS.parent, capture_output=True, text=True, check=True)
-    changed, before = done.stdout.split()
-    assert (is_older("002", before), is_older("002", changed)) == (True, False)
+    newest, *_, first = done.stdout.split()
+    assert (is_older("002", first), is_older("002", newest)) == (True, False)
+    assert code('"""Words."""\n\nx = 1\n') == code("x = 1  # others\n") != code("x = 2\n")
 
 
 @each_that_was_run
