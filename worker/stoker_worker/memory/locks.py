@@ -205,10 +205,10 @@ def store_name(folder: Path) -> str:
     """The name of the store's worker, made with the first call, and anew if it is damaged. Raises `StoreUnusable`."""
     path = folder / NAME_FILE
     with refused_if_unusable(folder):
-        kept = path.read_text(errors="replace").strip() if path.exists() else ""
-        if _WORKER_NAME.fullmatch(kept):
-            return kept
-        if kept:
+        kept = path.read_text(errors="replace").strip() if path.exists() else None
+        if kept is not None:
+            if _WORKER_NAME.fullmatch(kept):
+                return kept
             _log.warning("%s is damaged; this store's worker gets a new name", path)
         name = f"{re.sub(r'[^A-Za-z0-9._-]', '-', socket.gethostname())[:50]}-{secrets.token_hex(3)}"
         replace_file(path, f"{name}\n".encode())
