@@ -12,7 +12,7 @@ from stoker_worker.queue.in_flight import JobsInFlight
 from stoker_worker.queue.registration import RqRegistration, member_of
 from stoker_worker.queue.rq_queue import RqQueue
 
-TTL_S = 0.6
+TTL_S = 0.3
 
 
 def registration(connection: Redis) -> RqRegistration:

@@ -102,21 +102,18 @@ def test_a_job_canceled_after_its_workers_death_is_not_put_back(connection, prod
     assert places(connection, "job") == ["canceled"]
 
 
-def test_a_cancel_is_refused_once_the_turn_is_being_saved(connection, producer, plain, queue):
-    enqueue(plain)
-    [job] = claim(queue)
+def test_a_cancel_is_refused_once_the_turn_is_being_saved_which_does_not_begin_after_one(
+    connection, producer, plain, queue
+):
+    for job_id in ("job", "canceled"):
+        enqueue(plain, job_id, agent_id=job_id)
+    job, canceled = claim(queue)
     job.begin_save()
-    assert producer.ticket("job").cancel() is False
+    assert (producer.ticket("job").cancel(), producer.ticket("canceled").cancel()) == (False, True)
+    with pytest.raises(OwnershipLost):
+        canceled.begin_save()
     finish(job, ACCEPTED)
     assert places(connection, "job") == ["finished"]
-
-
-def test_a_save_does_not_begin_after_a_cancel(producer, plain, queue):
-    enqueue(plain)
-    [job] = claim(queue)
-    assert producer.ticket("job").cancel() is True
-    with pytest.raises(OwnershipLost):
-        job.begin_save()
 
 
 def test_a_cancel_is_refused_after_the_worker_died_in_its_save(connection, producer, plain, join):
@@ -165,15 +162,6 @@ def test_a_cancel_whose_reply_was_lost_is_answered_true(producer, plain, monkeyp
     monkeypatch.setattr(Pipeline, "execute", loses_one_reply)
     assert producer.ticket("job").cancel() is True
     assert producer.ticket("job").cancel() is False
-
-
-@pytest.mark.parametrize("ttl", ["x", "1.5", "9" * 30])
-def test_a_job_whose_hash_is_malformed_can_be_canceled(connection, producer, plain, ttl):
-    enqueue(plain)
-    connection.hset("rq:job:job", "failure_ttl", ttl)
-    assert producer.ticket("job").cancel() is True
-    assert places(connection, "job") == ["canceled"]
-    assert 0 < connection.ttl("rq:job:job") <= 7 * 86_400
 
 
 def test_a_job_that_rq_could_not_end_in_its_save_can_be_canceled_once_it_is_enqueued_again(producer, plain, queue):

@@ -7,8 +7,9 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from rq.job import Job
 from rq.serializers import JSONSerializer
-from tests.worker.queue.ends import finish
+from tests.worker.queue.ends import fail, finish
 from tests.worker.queue.looking import FENCE, LEASE, taken_over
+from tests.worker.queue.members import claim, ids, run
 
 from stoker_shared.errors import RedisUnavailable
 from stoker_shared.wire import FIELD_AGENT, FIELD_ATTEMPTS, FIELD_LOST_ALONE
@@ -38,18 +39,6 @@ def opened(redis_url):
         yield open_next
 
 
-def submit(producer, *agents, queue="generate"):
-    return [producer.submit(agent_id=agent, prompt="x", queue=queue).job_id for agent in agents]
-
-
-def claim(queue, limit=16, running=()):
-    return queue.claim(limit, Busy().beside(job.memory_use for job in running))
-
-
-def ids(jobs):
-    return [job.job_id for job in jobs]
-
-
 def lose(opened, *, n_jobs):
     """A worker claims this many jobs and is lost; the next one has queued them again."""
     assert len(claim(opened(), n_jobs)) == n_jobs
@@ -62,109 +51,109 @@ def counted(connection, job_id):
     return [int(field or 0) for field in connection.hmget(f"rq:job:{job_id}", FIELD_ATTEMPTS, FIELD_LOST_ALONE)]
 
 
-def test_after_a_first_crash_jobs_run_beside_others_as_before(producer, opened):
-    lost = submit(producer, "a", "b")
+def test_after_a_first_crash_jobs_run_beside_others_as_before(submit, opened):
+    lost = submit("a", "b")
     queue = lose(opened, n_jobs=2)
-    new = submit(producer, "c")
+    new = submit("c")
     running = claim(queue)
     assert ids(running) == [*lost, *new]
     assert [job.attempt for job in running] == [2, 2, 1]
-    assert ids(claim(queue, running=running)) == []
-    more = submit(producer, "d")
-    assert ids(claim(queue, running=running)) == more
+    assert ids(claim(queue)) == []
+    more = submit("d")
+    assert ids(claim(queue)) == more
 
 
-def test_after_a_second_crash_the_quarantined_jobs_of_every_queue_run_first_one_after_another(producer, opened):
-    lost = submit(producer, "a", "b")
+def test_after_a_second_crash_the_quarantined_jobs_of_every_queue_run_first_one_after_another(submit, opened):
+    lost = submit("a", "b")
     lose(opened, n_jobs=2)
     queue = lose(opened, n_jobs=2)
-    urgent = submit(producer, "u", "v", queue="high")
+    urgent = submit("u", "v", queue="high")
     for quarantined in lost:
         (job,) = claim(queue)
         assert job.job_id == quarantined
-        assert claim(queue, running=[job]) == []
+        assert claim(queue) == []
         finish(job, {})
     assert ids(claim(queue)) == urgent
 
 
-def test_an_id_in_two_queues_runs_once_at_a_time(producer, opened):
+def test_an_id_in_two_queues_runs_once_at_a_time(submit, opened):
     queue = opened()
-    [job_id] = submit(producer, None)
+    [job_id] = submit(None)
     queue._connection.rpush("rq:queue:high", job_id)
     (job,) = claim(queue)
-    assert claim(queue, running=[job]) == []
+    assert claim(queue) == []
     finish(job, {})
     assert claim(queue) == []
 
 
 def test_a_quarantined_job_runs_alone_soon_though_a_higher_queue_never_runs_empty(
-    connection, producer, opened, monkeypatch
+    connection, submit, opened, monkeypatch
 ):
     queue = opened()
-    submit(producer, "u0", queue="high")
+    submit("u0", queue="high")
     running = claim(queue)
-    quarantined, *beside = submit(producer, "a", "b", "c", "d")
+    quarantined, *beside = submit("a", "b", "c", "d")
     connection.hset(f"rq:job:{quarantined}", FIELD_ATTEMPTS, 2)
 
     monkeypatch.setattr(WAIT, 3600)
     for n in range(1, 4):  # while it waits, other jobs with room go on
-        submit(producer, f"u{n}", queue="high")
-        running += claim(queue, limit=2, running=running)
+        submit(f"u{n}", queue="high")
+        running += claim(queue, limit=2)
     assert set(beside) < set(ids(running))
     assert len(running) == 7
 
     monkeypatch.setattr(WAIT, 0)
     while running:
-        submit(producer, f"more {len(running)}", queue="high")
-        assert claim(queue, running=running) == []
+        submit(f"more {len(running)}", queue="high")
+        assert claim(queue) == []
         finish(running.pop(), {})
     (job,) = claim(queue)
     assert job.job_id == quarantined
-    assert claim(queue, running=[job]) == []
+    assert claim(queue) == []
     finish(job, {})
     assert len(claim(queue)) == 7
 
 
-def test_the_waiting_time_of_a_quarantined_job_starts_when_it_is_first_read(connection, producer, opened, monkeypatch):
+def test_the_waiting_time_of_a_quarantined_job_starts_when_it_is_first_read(connection, submit, opened, monkeypatch):
     monkeypatch.setattr(WAIT, 3600)
     queue = opened()
-    submit(producer, "u0", queue="high")
+    submit("u0", queue="high")
     running = claim(queue)
     for n in (1, 2):
-        (quarantined,) = submit(producer, f"a{n}")
+        (quarantined,) = submit(f"a{n}")
         connection.hset(f"rq:job:{quarantined}", FIELD_ATTEMPTS, 2)
         assert queue._claim_order._quarantined_since is None
-        assert claim(queue, running=running) == claim(queue, running=running) == []
+        assert claim(queue) == claim(queue) == []
         assert queue._claim_order._quarantined_since is not None
         connection.lrem("rq:queue:generate", 1, quarantined)  # canceled
         finish(running.pop(), {})
-        submit(producer, f"u{n}", queue="high")
+        submit(f"u{n}", queue="high")
         running = claim(queue)
         assert [job.queue for job in running] == ["high"]
         assert queue._claim_order._quarantined_since is None
 
 
-def test_no_job_waits_for_a_quarantined_job_that_was_canceled_meanwhile(connection, producer, opened, monkeypatch):
+def test_no_job_waits_for_a_quarantined_job_that_was_canceled_meanwhile(connection, submit, opened, monkeypatch):
     queue = opened()
-    submit(producer, "u0", queue="high")
-    running = claim(queue)
-    quarantined, other = submit(producer, "a", "b")
+    submit("u0", queue="high")
+    claim(queue)
+    quarantined, other = submit("a", "b")
     connection.hset(f"rq:job:{quarantined}", FIELD_ATTEMPTS, 2)
-    assert ids(claim(queue, running=running)) == [other]
+    assert ids(claim(queue)) == [other]
     Job.fetch(quarantined, connection, JSONSerializer).cancel()
     monkeypatch.setattr(WAIT, 0)
-    urgent = submit(producer, "u1", queue="high")
-    assert ids(claim(queue, running=running)) == urgent
+    urgent = submit("u1", queue="high")
+    assert ids(claim(queue)) == urgent
 
 
-def test_the_jobs_of_a_quarantined_jobs_agent_stay_in_order(connection, producer, opened, monkeypatch):
+def test_the_jobs_of_a_quarantined_jobs_agent_stay_in_order(connection, submit, opened, monkeypatch):
     monkeypatch.setattr(WAIT, 3600)
     queue = opened()
-    submit(producer, "u", queue="high")
+    submit("u", queue="high")
     running = claim(queue)
-    quarantined, second, other = submit(producer, "a", "a", "b")
+    quarantined, second, other = submit("a", "a", "b")
     connection.hset(f"rq:job:{quarantined}", FIELD_ATTEMPTS, 2)
-    running += claim(queue, running=running)
+    running += claim(queue)
     assert ids(running[1:]) == [other]
     for job in running:
         finish(job, {})
@@ -174,22 +163,22 @@ def test_the_jobs_of_a_quarantined_jobs_agent_stay_in_order(connection, producer
     assert ids(claim(queue)) == [second]
 
 
-def test_a_job_found_quarantined_at_its_start_beside_others_goes_back_and_waits(connection, producer, opened):
+def test_a_job_found_quarantined_at_its_start_beside_others_goes_back_and_waits(connection, submit, opened):
     queue = opened()
-    submit(producer, "u", queue="high")
+    submit("u", queue="high")
     running = claim(queue)
-    (quarantined,) = submit(producer, "a")
+    (quarantined,) = submit("a")
     queue.claim(0, Busy())  # the job is read
     connection.hset(f"rq:job:{quarantined}", FIELD_ATTEMPTS, 2)
-    assert claim(queue, running=running) == []
-    assert claim(queue, running=running) == []
+    assert claim(queue) == []
+    assert claim(queue) == []
     finish(running[0], {})
     assert ids(claim(queue)) == [quarantined]
     assert counted(connection, quarantined) == [2, 0]
 
 
-def test_the_first_losses_count_against_a_job_only_if_it_ran_alone(connection, producer, opened):
-    first, second, alone = submit(producer, "a", "b", "c")
+def test_the_first_losses_count_against_a_job_only_if_it_ran_alone(connection, submit, opened):
+    first, second, alone = submit("a", "b", "c")
     for n in (1, 2):
         queue = lose(opened, n_jobs=2)
         assert [counted(connection, job_id) for job_id in (first, second)] == [[n, 0], [n, 0]]
@@ -203,17 +192,17 @@ def test_the_first_losses_count_against_a_job_only_if_it_ran_alone(connection, p
     assert counted(connection, alone) == [1, 1]
 
 
-def test_a_job_ran_alone_also_if_the_other_queues_jobs_have_ended(connection, producer, opened):
+def test_a_job_ran_alone_also_if_the_other_queues_jobs_have_ended(connection, submit, opened):
     queue = opened()
-    submit(producer, "u", queue="high")
-    (job_id,) = submit(producer, "a")
+    submit("u", queue="high")
+    (job_id,) = submit("a")
     finish(next(job for job in claim(queue) if job.queue == "high"), {})
     opened().recover()
     assert counted(connection, job_id) == [1, 1]
 
 
-def test_a_claim_in_doubt_holds_up_all_queues_when_the_lease_is_lost(connection, producer, opened):
-    first, _ = submit(producer, "a", "a", queue="high")
+def test_a_claim_in_doubt_holds_up_all_queues_when_the_lease_is_lost(connection, submit, opened):
+    first, _ = submit("a", "a", queue="high")
     queue = opened()
     [job] = claim(queue)
     job.release()  # as if the reply had been lost
@@ -224,15 +213,15 @@ def test_a_claim_in_doubt_holds_up_all_queues_when_the_lease_is_lost(connection,
     assert [job.job_id for job in claim(queue)] == [first]
 
 
-def test_jobs_of_two_queues_count_as_running_together(connection, producer, opened):
-    (urgent,) = submit(producer, "u", queue="high")
-    (job_id,) = submit(producer, "a")
+def test_jobs_of_two_queues_count_as_running_together(connection, submit, opened):
+    (urgent,) = submit("u", queue="high")
+    (job_id,) = submit("a")
     lose(opened, n_jobs=2)
     assert counted(connection, urgent) == counted(connection, job_id) == [1, 0]
 
 
-def test_every_later_loss_counts_and_an_end_resets_the_count(connection, producer, opened):
-    job_id, _ = submit(producer, "a", "b")
+def test_every_later_loss_counts_and_an_end_resets_the_count(connection, submit, opened):
+    job_id, _ = submit("a", "b")
     lose(opened, n_jobs=2)
     lose(opened, n_jobs=2)
     for n in (1, 2):
@@ -240,12 +229,15 @@ def test_every_later_loss_counts_and_an_end_resets_the_count(connection, produce
         assert counted(connection, job_id) == [2 + n, n]
     (job,) = claim(queue)
     assert (job.job_id, job.attempt, job.losses_alone) == (job_id, 5, 2)
-    finish(job, {})
+    fail(job, ValueError("lost too often"), may_retry=False)
     assert counted(connection, job_id) == [0, 0]
+    Job.fetch(job_id, connection, JSONSerializer).requeue()
+    run(claim(queue))  # the other one, alone
+    assert [(again.job_id, again.attempt) for again in claim(queue)] == [(job_id, 1)]
 
 
-def test_a_later_loss_counts_also_if_the_execution_is_gone(connection, producer, opened):
-    job_id, _ = submit(producer, "a", "b")
+def test_a_later_loss_counts_also_if_the_execution_is_gone(connection, submit, opened):
+    job_id, _ = submit("a", "b")
     lose(opened, n_jobs=2)
     queue = lose(opened, n_jobs=2)
     assert len(claim(queue)) == 1
@@ -254,8 +246,8 @@ def test_a_later_loss_counts_also_if_the_execution_is_gone(connection, producer,
     assert counted(connection, job_id) == [3, 1]
 
 
-def test_a_recovery_whose_reply_is_lost_counts_no_job_as_alone_that_was_not(connection, producer, opened, monkeypatch):
-    ids = submit(producer, "a", "b", "c")
+def test_a_recovery_whose_reply_is_lost_counts_no_job_as_alone_that_was_not(connection, submit, opened, monkeypatch):
+    ids = submit("a", "b", "c")
     assert len(claim(opened())) == 3
     queue = opened()
     real = type(queue._job_finish.requeue).all
@@ -272,8 +264,8 @@ def test_a_recovery_whose_reply_is_lost_counts_no_job_as_alone_that_was_not(conn
     assert [counted(connection, job_id) for job_id in ids] == [[1, 0]] * 3
 
 
-def test_jobs_that_ran_together_go_back_in_one_transaction(connection, producer, opened):
-    ids = submit(producer, "a", "b", "c")
+def test_jobs_that_ran_together_go_back_in_one_transaction(connection, submit, opened):
+    ids = submit("a", "b", "c")
     assert len(claim(opened())) == 3
     queue = opened()
     with connection.monitor() as monitor:
@@ -287,16 +279,16 @@ def test_jobs_that_ran_together_go_back_in_one_transaction(connection, producer,
     assert [job_id.decode() for job_id in connection.lrange("rq:queue:generate", 0, -1)] == ids
 
 
-def test_a_producers_note_of_another_agent_is_corrected_when_the_job_is_claimed(connection, producer, opened):
+def test_a_producers_note_of_another_agent_is_corrected_when_the_job_is_claimed(connection, submit, opened):
     """Otherwise it would be claimed and given back forever, and block the jobs behind it."""
     queue = opened()
-    submit(producer, "a")
+    submit("a")
     running = claim(queue)
-    wrong, behind = submit(producer, "a", "b")
+    wrong, behind = submit("a", "b")
     connection.hset(f"rq:job:{wrong}", FIELD_AGENT, "somebody else")
-    assert ids(claim(queue, running=running)) == [behind]
+    assert ids(claim(queue)) == [behind]
     for _ in range(3):
-        assert claim(queue, running=running) == []
+        assert claim(queue) == []
     assert queue.waiting_agents() == {"a"}
     assert counted(connection, wrong) == [0, 0]
     finish(running[0], {})

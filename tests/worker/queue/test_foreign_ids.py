@@ -74,6 +74,7 @@ def test_ids_of_any_bytes_that_a_lost_worker_left_go_back_and_are_failed(server,
     for job_id in STRANGE:
         enqueue(server, job_id)
         server.lmove("rq:queue:generate", "rq:queue:generate:intermediate", "RIGHT", "RIGHT")
+        server.zadd("rq:wip:generate", {job_id + b"?": 1, job_id + b":" + job_id: 2})
     assert queue.recover() == len(STRANGE)
     assert set(server.lrange("rq:queue:generate", 0, -1)) == set(STRANGE)
     while server.llen("rq:queue:generate"):

@@ -8,7 +8,7 @@ from tests.worker.queue.ends import fail, finish, give_back
 from tests.worker.queue.looking import is_ours
 from tests.worker.queue.members import claim, claim_within, die, ids, impatient, last_of, recovered, run, turn
 
-from stoker_shared.wire import AGENT_TASK_PATH, FIELD_ATTEMPTS, FIELD_SAVING, HELD_KEY, LAST_KEY, LEASE_KEY, TASK_PATH
+from stoker_shared.wire import AGENT_TASK_PATH, FIELD_ATTEMPTS, FIELD_SAVING, HELD_KEY, LAST_KEY, TASK_PATH
 from stoker_worker.ports import Busy, LastVersion
 
 pytestmark = pytest.mark.server
@@ -289,14 +289,6 @@ def test_an_agent_stays_with_a_worker_that_was_started_again(timed, submit, cloc
     assert ids(look(a)) == [second]
 
 
-def test_a_worker_whose_lease_has_run_out_is_not_waited_for(connection, timed, submit):
-    a, b = timed("a"), timed("b")
-    one_turn(a, submit)
-    connection.delete(LEASE_KEY.format(member="a"))
-    (second,) = submit("x")
-    assert ids(look(b)) == [second]
-
-
 def test_a_worker_that_does_not_serve_the_jobs_queue_is_not_waited_for(timed, producer, submit):
     a, b = timed("a", queues="generate,high"), timed("b", queues="generate,low")
     submit("x")
@@ -342,18 +334,6 @@ def test_a_backlog_does_not_use_up_the_patience(timed, submit, clock):
     assert look(b) == []
     clock.now += 2
     assert ids(look(b)) == [second]
-
-
-def test_lines_that_are_left_to_others_cost_no_command(timed, submit, monkeypatch):
-    a, b = timed("a"), timed("b")
-    submit("x", "y")
-    run(claim(a), 1)
-    submit("x", "y")
-    assert look(b) == []
-    claimer = b._claim_order.claimers["generate"]
-    monkeypatch.setattr(claimer, "_claim", lambda **_: pytest.fail("it is tried again"))
-    for _ in range(3):
-        assert look(b) == []
 
 
 def test_many_agents_of_another_worker_do_not_hold_up_a_job_behind_them(timed, submit, monkeypatch):

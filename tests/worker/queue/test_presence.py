@@ -58,6 +58,7 @@ def test_a_heartbeat_registers_a_paused_worker_again_after_rqs_tools_removed_it(
     connection.delete(f"rq:worker:{name}", f"rq:worker:{name}:executions")
     clean_worker_registry(Queue("generate", connection=connection))
     assert queue.beat()
+    assert connection.ttl(f"rq:worker:{name}") > 0
     connection.srem("rq:workers", f"rq:worker:{name}")  # by tools that checked before, and remove it only now
     connection.srem("rq:workers:generate", f"rq:worker:{name}")
     assert queue.beat()

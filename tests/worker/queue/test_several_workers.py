@@ -11,7 +11,6 @@ from tests.worker.queue.members import TTL_S, claim, claim_within, die, ids, imp
 
 from stoker_shared.errors import OwnershipLost
 from stoker_shared.wire import FENCE_KEY, LEASE_KEY, MEMBERS_KEY, TASK_PATH
-from stoker_worker.ports import Busy
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -28,23 +27,6 @@ def test_an_agent_in_flight_is_claimed_by_nobody_else_whichever_queue_its_next_j
     assert claim(b) == []
     run(a.in_flight())
     assert ids(claim_within(b)) == [last]
-
-
-def test_jobs_that_others_took_are_not_looked_for_and_the_queue_is_not_read_anew(join, submit, monkeypatch):
-    a, b = join("a"), join("b")
-    submit(*(f"agent {n}" for n in range(300)))
-    assert b.claim(0, Busy()) == []
-    view = b._claim_order.claimers["generate"].view
-    while view.has_unread:
-        b.claim(0, Busy())
-    monkeypatch.setattr(view, "_start_over", lambda: pytest.fail("read anew"))
-    for _ in range(6):
-        run(claim(a))
-        run(claim(b))
-    (new,) = submit("new")
-    while new not in (found := ids(claim(b))):
-        assert found
-        run(b.in_flight())
 
 
 def test_a_dead_workers_jobs_go_on_elsewhere_in_order_and_before_its_agents_later_jobs(connection, join, submit):
