@@ -58,28 +58,13 @@ class Arrow:
 
 QUEUED, STARTED = ["generate"], ["wip"]
 FAILS: dict[str, Any] = {"prompt": "fail so", "end": "failed", "attempt": None}
+REFUSED: dict[str, Any] = {"end": "failed", "attempt": None, "options": (("request", {"max_tokens": 0}),)}
 
 ARROWS = {
     "claim: the next jobs are chosen": Arrow(RQ + "waiting:FairQueue.choose", "after", QUEUED),
     "claim: the job is started": Arrow(RQ + "claim:Claimer.claim", "after", STARTED, attempt=2),
-    "start: a job that is refused": Arrow(
-        FINISH + "fail",
-        "before",
-        STARTED,
-        0,
-        None,
-        "failed",
-        options=(("request", {"max_tokens": 0}),),
-    ),
-    "start: a job that was refused": Arrow(
-        FINISH + "fail",
-        "after",
-        ["failed"],
-        0,
-        None,
-        "failed",
-        options=(("request", {"max_tokens": 0}),),
-    ),
+    "start: a job that is refused": Arrow(FINISH + "fail", "before", STARTED, 0, **REFUSED),
+    "start: a job that was refused": Arrow(FINISH + "fail", "after", ["failed"], 0, **REFUSED),
     "load: before": Arrow("stoker_worker.pipeline.loader:Loader._load", "before", STARTED, attempt=2),
     "load: after": Arrow("stoker_worker.pipeline.loader:Loader._load", "after", STARTED, attempt=2),
     "generate": Arrow("stoker_worker.engine.scripted:ScriptedEngine._advance", "after", STARTED, 2, 2, nth=9),
@@ -98,12 +83,7 @@ ARROWS = {
         FINISH + "fail", "after", QUEUED, 2, **FAILS, options=(("retry", Retry(max=1)),)
     ),
     "fail: it is retried after an interval": Arrow(
-        FINISH + "fail",
-        "after",
-        ["scheduled"],
-        2,
-        **FAILS,
-        options=(("retry", Retry(max=1, interval=1)),),
+        FINISH + "fail", "after", ["scheduled"], 2, **FAILS, options=(("retry", Retry(max=1, interval=1)),)
     ),
     "stop command: before": Arrow(FINISH + "stop", "before", STARTED, 2, 2, act="stop"),
     "stop command: after": Arrow(FINISH + "stop", "after", ["failed"], 1, None, "stopped", act="stop"),
@@ -265,19 +245,12 @@ def test_a_producer_that_is_killed_has_enqueued_its_job_or_not(scene, connection
     assert connection.zcard("rq:finished:generate") == enqueued
 
 
-ESCALATION = {
-    "before it": (FINISH + "go_on", "before", False),
-    "after it": (FINISH + "go_on", "after", True),
-}
-
-
-@pytest.mark.parametrize("place", ESCALATION)
-def test_an_escalation_that_is_killed_moves_the_job_and_counts_its_verdict_once(scene, connection, place):
-    target, when, has_moved = ESCALATION[place]
+@pytest.mark.parametrize(("when", "has_moved"), [("before", False), ("after", True)])
+def test_an_escalation_that_is_killed_moves_the_job_and_counts_its_verdict_once(scene, connection, when, has_moved):
     steps = [{"model": "small", "queue": "generate"}, {"model": "large", "queue": "large"}]
     request = {"v": 5, "context": "full", "check": {"contains": ["yes"]}, "route": steps, "task": "t"}
     scene.enqueue("victim", None, "if large say yes else no", 20, request=request)
-    hooks = {"die": {"target": target, "when": when, "needles": ["victim"]}}
+    hooks = {"die": {"target": FINISH + "go_on", "when": when, "needles": ["victim"]}}
     first = scene.worker("first", "--model", "small", hooks=hooks)
     assert first.wait() == -signal.SIGKILL, first.log
     assert connection.lrange("rq:queue:large", 0, -1) == ([b"victim"] if has_moved else [])

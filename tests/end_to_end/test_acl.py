@@ -379,12 +379,7 @@ def may(connection, command):
 @pytest.fixture(scope="module")
 def shared_admin(tmp_path_factory):
     require_server_program()
-    options = (
-        "--aclfile",
-        str(USERS),
-        "--enable-debug-command",
-        "yes",
-    )  # otherwise the server refuses DEBUG to every user
+    options = ("--aclfile", str(USERS), "--enable-debug-command", "yes")  # else it refuses DEBUG to every user
     with private_server(tmp_path_factory.mktemp("acl"), *options) as admin:
         for user in NAMES:
             admin.execute_command("ACL", "SETUSER", user, f">{user}-pw")

@@ -3,14 +3,9 @@
 import asyncio
 
 import pytest
-from rq import Queue
-from rq.job import Job
-from rq.serializers import JSONSerializer
 from tests.support.worker_process import running_worker
 
 from stoker import AsyncProducer
-from stoker_shared.errors import JobFailed
-from stoker_shared.wire import AGENT_TASK_PATH
 
 pytestmark = pytest.mark.server
 
@@ -24,12 +19,6 @@ def worker(redis_url, tmp_path):
 def said(producer, agent_id, text, **fields):
     ticket = producer.submit(agent_id=agent_id, prompt=f"say {text}", **{"context": "append", **fields})
     return ticket.result(timeout_s=30)
-
-
-def failure(call):
-    with pytest.raises(JobFailed) as failed:
-        call()
-    return failed.value.reason
 
 
 def test_a_service_shows_forks_rolls_back_and_forgets_an_agent(producer, worker):
@@ -52,34 +41,6 @@ def test_a_service_shows_forks_rolls_back_and_forgets_an_agent(producer, worker)
     assert agents.info("a").exists is False
     assert agents.info("b").tokens == forked.tokens
     assert said(producer, "a", "again").cache.agent_version == 1
-
-
-def test_an_impossible_action_fails_by_name_and_changes_nothing(producer, worker):
-    agents = producer.agents
-    said(producer, "a", "one")
-    said(producer, "b", "one")
-    assert failure(lambda: agents.fork("a", "b")).startswith("AgentExists: ")
-    assert failure(lambda: agents.rollback("nobody")).startswith("AgentNotFound: ")
-    assert failure(lambda: agents.rollback("a", 7)).startswith("AgentNotFound: ")
-    assert failure(lambda: agents.forget("a", expect_version=9)).startswith("AgentVersionConflict: ")
-    assert failure(lambda: said(producer, "a", "x", expect_version=0)).startswith("AgentVersionConflict: ")
-    assert failure(lambda: said(producer, "nobody", "x", must_exist=True)).startswith("AgentNotFound: ")
-    assert [agents.info(name).version for name in ("a", "b", "nobody")] == [1, 1, 0]
-
-
-def test_a_job_about_an_agent_is_refused_with_its_fault(redis_url, connection, tmp_path):
-    queue = Queue("generate", connection=connection, serializer=JSONSerializer)
-    wrong = {
-        "InvalidRequest: 'fork' needs a 'target'": {"agent_id": "a", "action": "fork"},
-        "InvalidRequest: action": {"agent_id": "a", "action": "delete"},
-        "InvalidRequest: prompt": {"agent_id": "a", "action": "info", "prompt": "x"},
-        "RequestVersionTooNew: ": {"agent_id": "a", "action": "info", "v": 2},
-    }
-    jobs = [queue.enqueue(AGENT_TASK_PATH, request=request) for request in wrong.values()]
-    with running_worker(redis_url, tmp_path / "store", "--burst") as worker:
-        assert worker.wait() == 0, worker.log
-    for job, reason in zip(jobs, wrong, strict=True):
-        assert reason in str(Job.fetch(job.id, connection, JSONSerializer).latest_result().exc_string)
 
 
 def test_the_asyncio_producer_has_the_same_actions(redis_url, worker):

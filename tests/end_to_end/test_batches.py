@@ -202,16 +202,6 @@ def test_only_results_of_a_batch_are_compressed_in_redis(batch, redis_url, tmp_p
     assert batch("fetch", "b", "--out", tmp_path / "out.jsonl")[0] == 0
 
 
-def test_lines_without_an_agent_run_beside_each_other(batch, redis_url, tmp_path):
-    write(tmp_path / "in.jsonl", [line(f"line {n}", prompt="and on", max_tokens=30) for n in range(8)])
-    with running_worker(redis_url, tmp_path / "store", "--scripted-steps-per-s", "30") as worker:
-        process = batch.start("run", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl")
-        with Redis.from_url(redis_url) as connection:
-            worker.wait_for(lambda: connection.zcard("rq:wip:generate") == 8)
-        process.communicate(timeout=60)
-        assert process.returncode == 0
-
-
 def test_a_table_of_prompts_is_answered_row_by_row_by_a_command_that_was_killed(batch, redis_url, tmp_path):
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     n_rows, out = 400, tmp_path / "out.parquet"

@@ -72,14 +72,6 @@ def test_jobs_begin_with_the_cheaper_model_and_end_with_one_that_passes(workers,
     assert auto.task == "short/latin"
 
 
-def test_a_job_that_no_model_passes_has_the_last_ones_answer(workers, producer):
-    result = producer.submit(prompt="say no", check=CHECK, models=BOTH, min_trust=0.0).result(timeout_s=60)
-    assert (result.accepted, result.text, result.model) == (False, "no", "large")
-    assert attempts(result) == [("small", False), ("large", False)]
-    result = producer.submit(prompt="say no", check=CHECK, models=BOTH, min_trust=0.0, max_cost_s=1e-9).result(60)
-    assert attempts(result) == [("small", False)]
-
-
 def test_feedback_counts_once_and_in_place_of_the_check(workers, producer, connection):
     ticket = producer.submit(prompt=EASY, check=CHECK, models=BOTH, min_trust=0.0, task="t")
     ticket.result(timeout_s=60)

@@ -213,7 +213,7 @@ def stoker(*arguments):
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize("bind", ["0.0.0.0", "::", "192.168.1.5", "mac-mini.local"])
+@pytest.mark.parametrize("bind", ["::", "mac-mini.local"])
 def test_other_machines_are_let_in_only_when_asked(bind):
     code, said = stoker("dashboard", "--bind", bind)
     assert code == 2

@@ -3,7 +3,6 @@
 import re
 import time
 from collections import Counter
-from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
@@ -77,24 +76,3 @@ def test_metrics_are_the_sums_of_the_results_over_a_kill(producer, redis_url, co
     assert both["stoker_job_errors_total", "EngineFailed"] == 1
     assert after["stoker_jobs_recovered_total",] == 3
     assert after["stoker_step_tokens_total",] == 2 * 300  # what was answered from the history was not generated again
-
-
-def test_a_worker_is_not_ready_while_a_step_hangs(producer, redis_url, store):
-    slow = ("--scripted-steps-per-s", "0.5", "--stuck-after-s", "0.2", "--grace-s", "0")
-    with running_worker(redis_url, store, *OPTIONS, *slow) as worker:
-        worker.wait_until_ready()
-        with urlopen(f"{url_of(worker)}readyz") as reply:
-            assert reply.status == 200
-        producer.submit(prompt="x", max_tokens=5)
-        said = []
-
-        def is_stuck():
-            try:
-                urlopen(f"{url_of(worker)}readyz").close()
-            except HTTPError as error:
-                said.append(error.read().decode())
-                error.close()
-            return bool(said)
-
-        worker.wait_for(is_stuck)
-        assert said[0].startswith("the engine has been in one step")

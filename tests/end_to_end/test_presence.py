@@ -1,22 +1,13 @@
-"""Workers as producers and RQ's tools see them, from their start until after their loss; and the progress of jobs."""
+"""Workers as producers and RQ's tools see them, from their start until after their loss."""
 
 import logging
-import subprocess
-import sys
 
 import pytest
 from tests.support.worker_process import running_worker
 
-from stoker import Producer, ResultTimeout
+from stoker import ResultTimeout
 
 pytestmark = pytest.mark.server
-
-
-def commands_sent(connection, action):
-    connection.config_resetstat()
-    action()
-    stats = connection.info("commandstats")
-    return {name.removeprefix("cmdstat_"): entry["calls"] for name, entry in stats.items()}
 
 
 def serving(producer):
@@ -27,11 +18,6 @@ def serving(producer):
 def warnings_of_the_producer(caplog):
     """Only the producer's: threads of other tests may still log."""
     return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and r.name.startswith("stoker.")]
-
-
-def rq_info(redis_url):
-    command = [sys.executable, "-m", "rq.cli", "info", "--raw", "--url", redis_url]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def test_a_misspelt_queue_is_named_beside_those_that_have_workers(producer, redis_url, store, caplog):
@@ -54,19 +40,3 @@ def test_a_misspelt_queue_is_named_beside_those_that_have_workers(producer, redi
         assert producer.unattended() is None
     assert producer.workers() == []
     assert producer.unattended() == "no worker listens to 'generate', nor to any queue"
-
-
-def test_the_check_for_a_worker_costs_a_submit_one_command_at_most(producer, redis_url, connection):
-    def submit():
-        producer.submit(agent_id="a", prompt="x", max_tokens=1)
-
-    connection.set("stoker:lease:generate", "somebody")
-    producer.ping()
-    sent = commands_sent(connection, lambda: [submit() for _ in range(20)])
-    assert (sent["rpush"], sent["exists"]) == (20, 1)
-    assert "smembers" not in sent
-    with Producer(redis_url, queue="nobody") as other:
-        sent = commands_sent(connection, lambda: [other.submit(agent_id="a", prompt="x") for _ in range(20)])
-        assert sent["exists"] == sent["smembers"] == 1
-        requests = [{"agent_id": "a", "prompt": "x"}] * 2000
-        assert "exists" not in commands_sent(connection, lambda: other.submit_many(requests))

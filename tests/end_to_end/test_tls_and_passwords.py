@@ -14,8 +14,6 @@ from stoker import Producer, RedisUnavailable
 
 pytestmark = pytest.mark.server
 
-FORMS = ["url", "url_with_query"]
-
 
 def shows_password(text, password=PASSWORD):
     """Whether it contains the password, the part a careless parser would cut off, or its quoted form."""
@@ -28,7 +26,7 @@ def stoker(url, *arguments):
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["url", "url_with_query"])
 def test_producer_command_and_worker_speak_tls_and_never_show_the_password(tls_server, tmp_path, form):  # noqa: F811
     url = getattr(tls_server, form)()
     with Producer(url) as producer, running_worker(url, tmp_path / "store", "-v", "--new-store") as worker:
@@ -44,10 +42,9 @@ def test_producer_command_and_worker_speak_tls_and_never_show_the_password(tls_s
         assert not shows_password(text), text
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_refused_password_is_reported_in_one_line_without_it(tls_server, tmp_path, form):  # noqa: F811
+def test_a_refused_password_is_reported_in_one_line_without_it(tls_server, tmp_path):  # noqa: F811
     wrong = "marlin/#?&@:%41"
-    url = getattr(tls_server, form)(wrong)
+    url = tls_server.url_with_query(wrong)
     with pytest.raises(RedisUnavailable, match="refused") as caught:
         Producer(url).ping()
     code, output = stoker(url, "submit", "--agent", "a", "--prompt", "x")
@@ -73,12 +70,8 @@ def test_a_server_of_another_authority_is_refused(tls_server, tmp_path):  # noqa
 @pytest.mark.parametrize(
     "url",
     [
-        "redis://:swordfish/x@127.0.0.1:1/0",  # a slash, a hash, a question mark: the URL ends early
-        "redis://:swordfish#x@127.0.0.1:1/0",
-        "redis://:swordfish?x@127.0.0.1:1/0",
-        "redis://user:x@swordfish@127.0.0.1:1/0",
+        "redis://:swordfish/x@127.0.0.1:1/0",  # the URL ends early
         "redis://127.0.0.1:1/0?password=x@swordfish",
-        "rediss://127.0.0.1:1/0?ssl_password=swordfish",
         "swordfish",
     ],
 )
