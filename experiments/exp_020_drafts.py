@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from bench import Bench, main
 from common import Json, note, ratios, spread
-from report import Report, columns, figure, lines
+from report import Report, columns
 from works import chat_work
 
 from stoker_worker.ports import CompletedGeneration, GenerationWork
@@ -64,7 +64,8 @@ OTHER: Final = (
 
 
 KINDS = {"quoting": QUOTING, "other": OTHER}
-WIDTHS = (1, 2, 4)
+PROMPTS = {1: 2, 4: 4}
+"""How many, by how many of them decode at a time."""
 LEAST_QUOTING, LEAST_OTHER = 1.2, 0.97
 TURN_STEPS = 12
 
@@ -127,14 +128,11 @@ class Answers:
         return running + sum(len(completion.generated_ids) for completion in self._done.values())
 
 
-def measured(
-    bench: Bench, kind: str, width: int, temperature: float, *, rounds: int, prompts: int, max_tokens: int
-) -> Json:
-    fields = {"max_tokens": max_tokens, "temperature": temperature}
-    load = [chat_work(bench.model, text, seed=n, **fields) for n, text in enumerate(KINDS[kind][:prompts])]
+def measured(bench: Bench, kind: str, width: int, *, rounds: int, max_tokens: int) -> Json:
+    load = [chat_work(bench.model, text, max_tokens=max_tokens) for text in KINDS[kind][: PROMPTS[width]]]
     runs: dict[bool, list[Answers]] = {False: [], True: []}
     for number in range(rounds):
-        note(f"{kind}, {width} rows, temperature {temperature}, round {number + 1} of {rounds}")
+        note(f"{kind}, {width} rows, round {number + 1} of {rounds}")
         sides = {side: Answers(bench, load, width, draft_ngram=side) for side in (False, True)[:: (-1) ** number]}
         while any([side.go_on(TURN_STEPS) for side in sides.values()]):
             pass
@@ -144,7 +142,6 @@ def measured(
     return {
         "kind": kind,
         "width": width,
-        "temperature": temperature,
         "ratio": ratios([run.decode_s for run in without], [run.decode_s for run in drafted]),
         "tokens": without[0].tokens,
         "answers": len(load),
@@ -157,10 +154,9 @@ def measured(
 
 
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
-    sizes = {"rounds": 1, "prompts": 2, "max_tokens": 24} if quick else {"rounds": 3, "prompts": 4, "max_tokens": 96}
-    widths = WIDTHS[:1] if quick else WIDTHS
-    loads = [(kind, width, 0.0) for width in widths for kind in KINDS] + [("quoting", 4, 0.7)] * (not quick)
-    found = [measured(bench, *load, **sizes) for load in loads]
+    sizes = {"rounds": 1, "max_tokens": 24} if quick else {"rounds": 3, "max_tokens": 64}
+    widths = (1,) if quick else PROMPTS
+    found = [measured(bench, kind, width, **sizes) for width in widths for kind in KINDS]
     of_kind = {kind: [load["ratio"]["median"] for load in found if load["kind"] == kind] for kind in KINDS}
     verdict = {
         "quoting_answers_1_2_times_as_fast": statistics.median(of_kind["quoting"]) >= LEAST_QUOTING,
@@ -173,7 +169,7 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
 def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
     """Two answers of each kind, one at a time."""
     for kind, least in (("quoting", LEAST_QUOTING), ("other", LEAST_OTHER)):
-        found = measured(bench, kind, 1, 0.0, rounds=3, prompts=2, max_tokens=48)
+        found = measured(bench, kind, 1, rounds=3, max_tokens=48)
         without, drafted = found["tokens_per_s"]
         yield {"what": f"with drafts / without, in speed: {kind} answers", "ratio": found["ratio"],
                "asked": f"at least {least}", "first": drafted, "second": without, "unit": "tokens/s",
@@ -181,7 +177,6 @@ def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
 
 
 def render(content: Json, results: Path) -> Report:
-    plot(content, results)
     loads = content["loads"]
     number = (
         f"{loads[0]['ratio']['median']} times the speed where an answer quotes its context; "
@@ -209,7 +204,7 @@ def _summary(loads: list[Json]) -> str:
 
 def _rows(load: Json) -> str:
     rows = "1 row" if load["width"] == 1 else f"{load['width']} rows"
-    return f"{rows}, temperature {load['temperature']}" if load["temperature"] else rows
+    return f"{rows}, temperature {load['temperature']}" if load.get("temperature") else rows  # once measured
 
 
 LOADS = {
@@ -219,16 +214,6 @@ LOADS = {
     "steps: without, with": "{steps[0]}, {steps[1]}", "drafted": "{drafted}", "right": "{accepted}",
     "same answers": "{same_answers} of {answers}",
 }  # fmt: skip
-
-
-def plot(content: Json, results: Path) -> None:
-    loads = [load for load in content["loads"] if not load["temperature"]]
-    with figure(content, results, "drafts", (6.5, 3.5)) as axes:
-        for kind, asked in {"quoting": LEAST_QUOTING, "other": LEAST_OTHER}.items():
-            ratios = {load["width"]: load["ratio"] for load in loads if load["kind"] == kind}
-            lines(axes, list(ratios), {f"{kind} answers (asked: {asked})": list(ratios.values())})
-        axes.axhline(1.0, color="black", linewidth=0.8)
-        axes.set(xlabel="rows", ylabel="speed, 1 = without drafts", xticks=WIDTHS)
 
 
 if __name__ == "__main__":

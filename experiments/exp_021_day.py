@@ -1,4 +1,4 @@
-"""EXP-021, a day in small: does a worker that serves 300 agents for 2,000 jobs grow, slow down or lose anything?
+"""EXP-021, a day in small: does a worker that serves 150 agents for 1,000 jobs grow, slow down or lose anything?
 
 Jobs go through Redis to a worker process with the real model. Agents come, return soon or much later, and stay away;
 lengths have long tails. The RAM cache is smaller than the agents. A quarter into it, the worker is killed.
@@ -21,7 +21,7 @@ from bench import Bench, main
 from common import Json, note
 from long_run import long_tailed, mb, nearest, out_of_order, prefilled_again, serve, slices
 from prompts import SIX_KINDS, text_of
-from report import Report, figure, lines, listed, say, table
+from report import Report, listed, say, table
 from store_bench import sizes
 
 LIFE_BEFORE_KILL = 0.25
@@ -36,7 +36,7 @@ MOST_SLOWER = 0.1
 class Size:
     """
     Attributes:
-        longest: most tokens of an agent's first prompt.
+        longest: most tokens of an agent's first prompt; later ones have a sixth of that at most.
         ahead: jobs that wait or run at any time.
         slices: parts of the day that are compared.
     """
@@ -50,7 +50,7 @@ class Size:
     ram_bytes: int
 
 
-FULL = Size(2000, 300, 1000, (4, 24), 100, 40, 512 << 20)
+FULL = Size(1000, 150, 300, (2, 10), 100, 40, 128 << 20)
 QUICK = Size(32, 6, 60, (2, 4), 12, 8, 4 << 20)
 
 
@@ -62,12 +62,11 @@ def day(bench: Bench, size: Size) -> list[dict[str, Any]]:
     requests = []
     for number in range(size.jobs):
         agent = _agent(dice, number, turns, recent, size)
-        n_tokens = (
-            long_tailed(dice, 80, 1.1, 20, size.longest) if not turns[agent] else long_tailed(dice, 12, 0.8, 4, 150)
-        )
+        tail = (6, 0.8, 4, size.longest // 6) if turns[agent] else (40, 1.1, 20, size.longest)
+        n_tokens = long_tailed(dice, *tail)
         text = text_of(bench.encode, dice.choice(SIX_KINDS), n_tokens, seed=number)
         least, most = size.answer
-        answer = min(most, least + int(dice.expovariate(1 / 6)))
+        answer = min(most, least + int(dice.expovariate(1 / 3)))
         name = f"agent {agent}"
         prompt = f"{name}, note {turns[agent]}: {text}\n"  # no two agents begin alike
         requests.append({"agent_id": name, "prompt": prompt, "context": "append", "max_tokens": answer})
@@ -90,20 +89,19 @@ def _agent(dice: random.Random, number: int, turns: list[int], recent: list[int]
 
 def add_predictions(found: list[Json]) -> None:
     """The time that the work of each slice should have taken, and how the real one compares."""
-    for name, ratio in (("s", "of_predicted"), ("cpu_s", "cpu_of_predicted")):
-        prices = _prices([one for one in found if not one["has_restart"]], name)
-        for one in found:
-            one[f"predicted_{name}"] = predicted = round(max(0.01, float(np.dot(_work(one), prices))), 3)
-            one[ratio] = round(one[name] / predicted, 3)
+    prices = _prices([one for one in found if not one["has_restart"]])
+    for one in found:
+        one["predicted_s"] = round(max(0.01, float(np.dot(_work(one), prices))), 3)
+        one["of_predicted"] = round(one["s"] / one["predicted_s"], 3)
 
 
 def _work(one: Json) -> list[float]:
     return [one["prefilled"], one["generated"], one["attended"]]
 
 
-def _prices(found: Sequence[Json], name: str) -> Any:
-    """Seconds (`name`) per prefilled, generated and attended token, none of them negative: least squares."""
-    work, seconds = np.array([_work(one) for one in found], float), np.array([one[name] for one in found])
+def _prices(found: Sequence[Json]) -> Any:
+    """Seconds per prefilled, generated and attended token, none of them negative: least squares."""
+    work, seconds = np.array([_work(one) for one in found], float), np.array([one["s"] for one in found])
     best, error = np.zeros(3), math.inf
     for n in (1, 2, 3):
         for columns in combinations(range(3), n):
@@ -177,7 +175,6 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
         "steady_jobs": [steady[0]["jobs"], steady[-1]["jobs"]],
         "growth_mb_per_1000_jobs": growth,
         "slower_per_1000_jobs": slower,
-        "more_cpu_per_1000_jobs": slope(steady, "cpu_of_predicted"),
         "slices": found,
     }
 
@@ -190,7 +187,7 @@ SUMMARY = (
     "percentile {prompt_tokens[p95]:.0f}, most {prompt_tokens[most]:.0f}). Every job has its answer, and {run_again} "
     "of them ran again after the kill. From job {steady_jobs[0]} to job {steady_jobs[1]}, per 1,000 jobs: resident "
     "memory {growth_mb_per_1000_jobs[rss]:+.1f} MB, MLX's active memory {growth_mb_per_1000_jobs[active]:+.1f} MB, "
-    "time by the work done {slower:+.1f} %, CPU time by the work done {more_cpu:+.1f} %."
+    "time by the work done {slower:+.1f} %."
 )
 NUMBER = "nothing lost; {growth_mb_per_1000_jobs[rss]:+.1f} MB of memory and {slower:+.1f} % of time per 1,000 jobs"
 GROWTH = {
@@ -205,9 +202,7 @@ SOURCES = (
 
 
 def render(content: Json, results: Path) -> Report:
-    plot(content, results)
-    known = content | {"cached": 100 * content["cached_share"], "slower": 100 * content["slower_per_1000_jobs"],
-                       "more_cpu": 100 * content["more_cpu_per_1000_jobs"]}  # fmt: skip
+    known = content | {"cached": 100 * content["cached_share"], "slower": 100 * content["slower_per_1000_jobs"]}
     found = Counter(content["sources"])
     sources = [
         (name, found[name], f"{100 * found[name] / content['jobs']:.1f} %") for name in ("memory", "disk", "none")
@@ -226,35 +221,16 @@ def _over_time(slices: list[Json]) -> str:
         some = slices[first : first + size]
         last, seconds = some[-1], sum(one["s"] for one in some)
         predicted = sum(one["predicted_s"] for one in some)
-        whole = [one for one in some if not one["has_restart"]]  # in a restart, a new process begins to count
-        cpu_s, of_cpu = (sum(one[name] for one in whole) for name in ("cpu_s", "predicted_cpu_s"))
-        note = "" if len(whole) == len(some) else " (killed and restarted)"
+        note = " (killed and restarted)" if any(one["has_restart"] for one in some) else ""
         rows.append([
             f"{last['jobs']}{note}", f"{seconds:.1f}", sum(one["prefilled"] for one in some),
             sum(one["generated"] for one in some), f"{sum(one['generated'] for one in some) / seconds:.1f}",
-            f"{seconds / predicted:.2f}", f"{cpu_s / of_cpu:.2f}" if whole else "-", f"{last['rss_mb']:.0f}",
-            f"{last['active_mb']:.0f}", f"{max(one['peak_mb'] for one in some):.0f}", f"{last['store_mb']:.0f}",
+            f"{seconds / predicted:.2f}", f"{last['rss_mb']:.0f}", f"{last['active_mb']:.0f}",
+            f"{max(one['peak_mb'] for one in some):.0f}", f"{last['store_mb']:.0f}",
         ])  # fmt: skip
     head = ["jobs ended", "s", "tokens prefilled", "generated", "generated per s", "time by the work",
-            "CPU time by the work", "RSS, MB", "MLX active, MB", "MLX peak, MB", "store, MB"]  # fmt: skip
+            "RSS, MB", "MLX active, MB", "MLX peak, MB", "store, MB"]  # fmt: skip
     return table(head, rows)
-
-
-def plot(content: Json, results: Path) -> None:
-    slices = content["slices"]
-    jobs, whole = [one["jobs"] for one in slices], [one for one in slices if not one["has_restart"]]
-    named = {"resident": "rss", "MLX peak": "peak", "MLX active": "active", "kept by MLX": "kept"}
-    with figure(content, results, "day", (14, 3.4), panels=(1, 4)) as (memory, speed, store, sources):
-        lines(memory, jobs, {name: [one[f"{key}_mb"] for one in slices] for name, key in named.items()}, marker="")
-        kinds = {"time": "of_predicted", "CPU time": "cpu_of_predicted"}
-        places = [one["jobs"] for one in whole]
-        lines(speed, places, {name: [one[key] for one in whole] for name, key in kinds.items()}, marker="")
-        lines(store, jobs, {"": [one["store_mb"] for one in slices]}, marker="")
-        names = ("memory", "disk", "none")
-        sources.stackplot(jobs, [[one["sources"].get(name, 0) for one in slices] for name in names], labels=names)
-        labels = {memory: "MB", speed: "by the work done", store: "store, MB", sources: "jobs of a slice, by source"}
-        for axes, label in labels.items():
-            axes.set(xlabel="jobs ended", ylabel=label, ylim=(0, None))
 
 
 if __name__ == "__main__":

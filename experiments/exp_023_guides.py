@@ -12,20 +12,21 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from bench import Bench, main
-from common import Json, note, spread, take_turns
+from common import Json, note, ratios, spread, take_turns
 from report import Report, columns
-from works import chat_work, let_decode
+from works import answers, chat_work, let_decode
 
 from stoker_shared.errors import GuideRefused
 from stoker_worker.ports import GenerationWork
 
-SCHEMAS, ANSWER_TOKENS, ROWS, TURN_STEPS = 100, 128, 8, 8
+SCHEMAS, ANSWER_TOKENS, ROWS, TURN_STEPS = 50, 64, 8, 8
 MOST_LOST = 0.05
 RECORDS: Final[Json] = {
     "type": "array",
@@ -65,11 +66,8 @@ def suite_schemas(*, quick: bool) -> list[Json]:
         for group in json.loads(file.read_text(encoding="utf-8")):
             schema = group["schema"]
             text = json.dumps(schema)
-            if (
-                isinstance(schema, dict)
-                and "http" not in text.replace("https://json-schema.org", "")
-                and len(text) < 600
-            ):
+            others = "http" in text.replace("https://json-schema.org", "")
+            if isinstance(schema, dict) and not others and len(text) < 600:
                 found[text] = {key: value for key, value in schema.items() if key != "$schema"}
     schemas = list(found.values())
     random.Random(23).shuffle(schemas)
@@ -97,7 +95,8 @@ def validity(bench: Bench, schemas: Sequence[Json], temperature: float) -> Json:
 
     works = [work(bench, schema, max_tokens=ANSWER_TOKENS, temperature=temperature, seed=n)
              for n, schema in enumerate(schemas)]  # fmt: skip
-    ends, wrong = bench.answers(works), []
+    with closing(bench.worker_engine(2 * ROWS, max_step_s=60.0)) as engine:
+        ends, wrong = answers(engine, works), []
     for schema, end in zip(schemas, ends, strict=True):
         if end.ended_by != "eos":
             continue
@@ -118,51 +117,38 @@ def validity(bench: Bench, schemas: Sequence[Json], temperature: float) -> Json:
     return found
 
 
-class Decoding:
-    """Rows that decode together and do not end before `max_tokens`."""
+def step_ms(engine: Any, n_steps: int) -> float:
+    """Milliseconds of a step, over `n_steps` of them."""
+    import mlx.core as mx
 
-    def __init__(self, bench: Bench, works: Sequence[GenerationWork]) -> None:
-        self._engine = bench.endless().worker_engine(len(works), max_step_s=60.0)
-        for one in works:
-            self._engine.submit(one)
-        let_decode(self._engine, 2)
-        self.step_ms(1)
-
-    def step_ms(self, n_steps: int) -> float:
-        """Milliseconds of a step, over `n_steps` of them."""
-        import mlx.core as mx
-
-        begin = time.perf_counter()
-        for _ in range(n_steps):
-            assert not self._engine.step()
-        mx.synchronize()  # the pass that was begun ahead must not run in the other side's time
-        return 1000 * (time.perf_counter() - begin) / n_steps
-
-    def close(self) -> None:
-        self._engine.close()
+    begin = time.perf_counter()
+    for _ in range(n_steps):
+        assert not engine.step()
+    mx.synchronize()  # the pass that was begun ahead must not run in the other side's time
+    return 1000 * (time.perf_counter() - begin) / n_steps
 
 
-def cost(bench: Bench, temperature: float, rounds: int, turns: int) -> Json:
+def cost(bench: Bench, temperature: float, turns: int) -> Json:
     """Both sides decode at once and take turns of a few steps, so that a slow second of the machine falls on both."""
-    taken: dict[str, list[float]] = {"plain": [], "guided": []}
-    for number in range(rounds):
-        note(f"temperature {temperature}, round {number + 1} of {rounds}")
-        guided = [
-            work(bench, RECORDS, max_tokens=8 + TURN_STEPS * turns, temperature=temperature, seed=n)
-            for n in range(ROWS)
-        ]
-        sides = {"plain": Decoding(bench, [replace(one, guide=None) for one in guided]),
-                 "guided": Decoding(bench, guided)}  # fmt: skip
-        steps = {name: partial(side.step_ms, TURN_STEPS) for name, side in sides.items()}
-        for name, found in take_turns(steps, turns).items():
-            taken[name] += found
-            sides[name].close()
-    speed = [plain / guided for plain, guided in zip(*taken.values(), strict=True)]
+    note(f"temperature {temperature}: {turns} turns")
+    fields = {"max_tokens": 8 + TURN_STEPS * turns, "temperature": temperature}
+    guided = [work(bench, RECORDS, seed=n, **fields) for n in range(ROWS)]
+    with ExitStack() as engines:
+        sides = {}
+        for name, works in {"plain": [replace(one, guide=None) for one in guided], "guided": guided}.items():
+            engine = engines.enter_context(closing(bench.endless().worker_engine(ROWS, max_step_s=60.0)))
+            for one in works:
+                engine.submit(one)
+            let_decode(engine, 2)
+            step_ms(engine, 1)
+            sides[name] = partial(step_ms, engine, TURN_STEPS)
+        taken = take_turns(sides, turns)
+    speed = ratios(taken["plain"], taken["guided"])
     return {
         "rows": ROWS,
         "temperature": temperature,
-        "turns": len(speed),
-        "speed": spread(speed) | {"middle_half": [round(value, 3) for value in statistics.quantiles(speed)[::2]]},
+        "turns": turns,
+        "speed": speed | {"middle_half": [round(one, 3) for one in statistics.quantiles(speed["samples"])[::2]]},
         **{f"{name}_step_ms": spread(found, digits=1) for name, found in taken.items()},
     }
 
@@ -184,9 +170,8 @@ def beside(bench: Bench, max_tokens: int) -> Json:
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     taken, refused = supported(bench, suite_schemas(quick=quick), 2 if quick else SCHEMAS)
     valid = [validity(bench, taken, temperature) for temperature in (0.0, 1.5)]
-    rounds, turns = (1, 2) if quick else (6, 8)
-    costs = [cost(bench, temperature, rounds, turns) for temperature in (0.0, 1.0)]
-    same = beside(bench, 8 if quick else 24)
+    costs = [cost(bench, temperature, 2 if quick else 14) for temperature in (0.0, 1.0)]
+    same = beside(bench, 8 if quick else 16)
     verdict = {
         "every_whole_answer_is_valid": all(not one["wrong"] and not one["failed"] for one in valid),
         "at_most_5_percent_of_the_speed_lost": min(one["speed"]["median"] for one in costs) >= 1 - MOST_LOST,
