@@ -166,7 +166,7 @@ class BreakingProvider(ScriptedProvider):
 
 def test_a_worker_whose_engine_broke_claims_nothing_more() -> None:
     queue = EndlessQueue()
-    provider = BreakingProvider(closing=lambda: queue.claimed_again.wait(1))
+    provider = BreakingProvider(closing=lambda: queue.claimed_again.wait(0.3))
     settings = read_settings({"poll_s": 0.001})
     with pytest.raises(EngineFailed, match="out of memory"):
         Worker(settings, queue, PlayedStore(), provider).run()

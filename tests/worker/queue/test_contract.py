@@ -2,7 +2,6 @@
 a real server; the test compares all `rq:*` keys, and `INTENDED` lists every allowed difference."""
 
 import re
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -43,52 +42,20 @@ def story(play: Callable[[Player], None]) -> Callable[[Player], None]:
 
 
 @story
-def a_job_that_succeeds(player):
-    player.enqueue("say hello", result_ttl=600)
+def results_that_are_kept_for_a_time_by_default_for_ever_and_not_at_all(player):
+    for job_id, result_ttl in (("some time", 600), ("default", None), ("ever", -1), ("never", 0)):
+        player.enqueue("say hello", job_id.replace(" ", "-"), result_ttl=result_ttl, ttl=3600)
     player.work()
 
 
 @story
-def a_job_without_a_time_to_keep_its_result(player):
-    player.enqueue("say hello")
-    player.work()
-
-
-@story
-def a_result_that_is_kept_for_ever(player):
-    player.enqueue("say hello", result_ttl=-1, ttl=3600)
-    player.work()
-
-
-@story
-def a_result_that_is_not_kept(player):
-    player.enqueue("say hello", result_ttl=0)
-    player.work()
-
-
-@story
-def a_job_that_fails(player):
+def failures_at_once_and_after_retries_that_are_kept_for_a_time_and_not_at_all(player):
     player.enqueue("fail because")
+    player.enqueue("fail because", "retried", retry=Retry(max=2))
+    player.enqueue("fail because", "some-time", failure_ttl=600)
+    player.enqueue("fail because", "never", failure_ttl=0)
     player.work()
-
-
-@story
-def a_failure_that_is_kept_for_a_while(player):
-    player.enqueue("fail because", failure_ttl=600)
-    player.work()
-
-
-@story
-def a_failure_that_is_not_kept(player):
-    player.enqueue("fail because", failure_ttl=0)
-    player.work()
-    player.connection.delete("rq:failed:generate")  # its entry is over at once: a cleaning may have come or not
-
-
-@story
-def a_job_that_is_retried_at_once_and_fails_again(player):
-    player.enqueue("fail because", retry=Retry(max=2))
-    player.work()
+    player.connection.zrem("rq:failed:generate", "never")  # it is over at once: a cleaning may have come or not
 
 
 @story
@@ -113,24 +80,20 @@ def a_job_that_is_enqueued_for_later(player):
 
 
 @story
-def a_dependent_of_a_job_that_succeeds(player):
-    player.enqueue("say first", "first", result_ttl=600)
+def dependents_of_a_job_that_succeeds_here_and_in_another_queue(player):
+    first = player.enqueue("say first", "first", result_ttl=600)
     player.enqueue("say second", "second", result_ttl=600, depends_on="first")
+    other = Queue("other", connection=player.connection, serializer=JSONSerializer)
+    other.enqueue(TASK_PATH, request={}, job_id="third", description="described", depends_on=first)
     player.work()
 
 
 @story
-def a_dependent_of_a_job_that_fails(player):
-    player.enqueue("fail first", "first")
-    player.enqueue("say second", "second", depends_on="first")
-    player.work()
-
-
-@story
-def a_dependent_that_allows_its_dependency_to_fail(player):
+def dependents_of_a_job_that_fails_of_which_one_allows_it(player):
     first = player.enqueue("fail first", "first")
+    player.enqueue("say second", "second", depends_on="first")
     dependency = Dependency(jobs=[first], allow_failure=True)
-    player.enqueue("say second", "second", result_ttl=600, depends_on=dependency)
+    player.enqueue("say third", "third", result_ttl=600, depends_on=dependency)
     player.work()
 
 
@@ -139,14 +102,6 @@ def a_dependent_of_two_jobs_of_which_one_waits(player):
     player.enqueue("say first", "first", result_ttl=600)
     player.enqueue("fail second", "second", retry=Retry(max=1, interval=120))
     player.enqueue("say third", "third", depends_on=["first", "second"])
-    player.work()
-
-
-@story
-def a_dependent_in_another_queue(player):
-    other = Queue("other", connection=player.connection, serializer=JSONSerializer)
-    first = player.enqueue("say first", "first", result_ttl=600)
-    other.enqueue(TASK_PATH, request={}, job_id="second", description="described", depends_on=first)
     player.work()
 
 
@@ -176,21 +131,16 @@ def a_unique_id_that_is_enqueued_again_before_and_after_its_end(player):
 
 @story
 def a_job_whose_time_in_the_queue_has_passed(player):
-    player.enqueue("say hello", ttl=1)
+    player.enqueue("say hello", ttl=3600)
     player.enqueue("say hello", "other", result_ttl=600, ttl=3600)
-    time.sleep(1.1)
+    player.connection.delete("rq:job:job")  # as when it expires
     player.work()
 
 
 @story
-def a_job_that_times_out(player):
+def jobs_that_time_out_of_which_one_is_retried(player):
     player.enqueue(WAIT, job_timeout=1)
-    player.work()
-
-
-@story
-def a_job_that_times_out_and_is_retried(player):
-    player.enqueue(WAIT, job_timeout=1, retry=Retry(max=1, interval=120))
+    player.enqueue(WAIT, "retried", job_timeout=1, retry=Retry(max=1, interval=120))
     player.work()
 
 

@@ -9,7 +9,7 @@ import pytest
 from rq import Retry
 from rq.job import Dependency
 from tests.support.lossy_proxy import LossyProxy
-from tests.worker.queue.ends import fail, finish, give_back, stop
+from tests.worker.queue.ends import fail, finish, give_back
 from tests.worker.queue.looking import LEASE, places
 
 from stoker_shared.errors import OwnershipLost, RedisUnavailable
@@ -170,7 +170,7 @@ def test_an_unreadable_dependent_does_not_prevent_an_end(connection, queue, enqu
     assert [places(connection, job_id) for job_id in ("list", "fine")] == [["deferred"], ["generate"]]
 
 
-@pytest.mark.parametrize("end", ["finish", "fail", "stopped", "give_back"])
+@pytest.mark.parametrize("end", ["finish", "give_back"])
 def test_a_worker_keeps_its_lease_while_a_reply_hangs(connection, proxy, opened, enqueue, end):
     """The reply hangs longer than the lease lasts: the heartbeat may not wait for it."""
     queue = opened.rq_queue
@@ -184,8 +184,6 @@ def test_a_worker_keeps_its_lease_while_a_reply_hangs(connection, proxy, opened,
     proxy.hold_back(is_the_end, LEASE_S + 0.5)
     call = {
         "finish": lambda: finish(job, RESULT),
-        "fail": lambda: fail(job, ValueError("x")),
-        "stopped": lambda: stop(job),
         "give_back": lambda: give_back([job], counts_as_attempt=False),
     }[end]
     start, ending, kept = time.monotonic(), InBackground(call), []
