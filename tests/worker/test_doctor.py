@@ -193,8 +193,7 @@ class Provider(ModelProviderPort):
 
 @pytest.mark.mlx
 @pytest.mark.parametrize(
-    ("batching", "status"),
-    [(Batching.ROWS, Status.OK), (Batching.ONE_AT_A_TIME, Status.WARN), (None, Status.FAIL)],
+    ("batching", "status"), [(Batching.ROWS, Status.OK), (Batching.ONE_AT_A_TIME, Status.WARN), (None, Status.FAIL)]
 )
 def test_a_model_that_is_refused_or_served_slowly_is_found(batching: Batching | None, status: Status) -> None:
     found = made(doctor.model_checks("owner/model", Provider(batching)))

@@ -168,7 +168,9 @@ def test_the_config_command_shows_every_setting_and_no_password(monkeypatch):
     assert as_object["redis_url"] == {"value": "redis://:***@host:1/0", "from": "STOKER_REDIS_URL"}
 
 
-@pytest.mark.parametrize("wrong", [{"quiet": True, "verbose": True}, {"name": "a b"}])
-def test_settings_that_exclude_each_other_are_refused(wrong):
+@pytest.mark.parametrize(
+    "wrong", [{"quiet": True, "verbose": True}, {"name": "a b"}, {"name": "-"}, {"name": "-a"}, {"name": "."}]
+)
+def test_settings_that_exclude_each_other_or_could_be_taken_for_something_else_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         read_settings(wrong)

@@ -7,12 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.worker.cli.conftest import LONG, Command
-from tests.worker.memory.agents import (
-    ids,
-    make_transcript,
-    make_turn,
-    using,
-)
+from tests.worker.memory.agents import ids, make_transcript, make_turn, using
 
 from stoker_worker.memory.admin import listing
 from stoker_worker.memory.agent_changes import forget_agent

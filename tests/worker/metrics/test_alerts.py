@@ -75,10 +75,7 @@ SCENARIOS = {
         worker(ready=f"{always(0, 20)} {always(1)}"),
         {"4m": "", "6m": "StokerNotReady", "11m": ""},
     ),
-    "a standby of a ready worker": (
-        worker() | worker("b", ready=always(0), standby=always(1)),
-        {"6m": "", "60m": ""},
-    ),
+    "a standby of a ready worker": (worker() | worker("b", ready=always(0), standby=always(1)), {"6m": "", "60m": ""}),
     "a standby whose holder is not ready": (
         worker(ready=always(0)) | worker("b", ready=always(0), standby=always(1)),
         {"6m": "StokerNotReady"},

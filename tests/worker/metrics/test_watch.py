@@ -153,10 +153,7 @@ def test_free_bytes_are_at_most_5_s_old(monkeypatch):
         (Look(state(), STORE, [WAITING], shared=SharedUse(12.3, 0, 0)), ["shared store has not answered for 12 s"]),
         (Look(state(), STORE, [WAITING], shared=SharedUse(0.0, 0, 0)), []),
         (Look(state(step_age_s=61), STORE, [WAITING]), ["one step for 61 s"]),
-        (
-            Look(state(data_loss=DataLoss(2, 7, 3.2)), STORE, [WAITING]),
-            ["Redis lost data 3 s ago"],
-        ),
+        (Look(state(data_loss=DataLoss(2, 7, 3.2)), STORE, [WAITING]), ["Redis lost data 3 s ago"]),
         (Look(state(data_loss=DataLoss(2, 7, 181.0)), STORE, [WAITING]), []),
     ],
 )

@@ -21,13 +21,7 @@ from stoker_worker.pipeline.answer import build_result, read_answer
 from stoker_worker.pipeline.engine_thread import Choices, EngineThread, works_of
 from stoker_worker.pipeline.job import Cancelled, Failed, Finished, GivenBack
 from stoker_worker.pipeline.prompt import Prompt
-from stoker_worker.ports import (
-    CompletedGeneration,
-    Restored,
-    SequenceCache,
-    SequenceProgress,
-    TextSoFar,
-)
+from stoker_worker.ports import CompletedGeneration, Restored, SequenceCache, SequenceProgress, TextSoFar
 
 
 def end(uid, outcome="finished", n_tokens=2, **fields):

@@ -17,11 +17,7 @@ from stoker_worker.ports import Busy, ClaimedJob, LoadedModel, MaxBatch, TextSoF
 
 
 def fetcher_of(
-    queue: InMemoryQueue,
-    loader: NotedLoader,
-    store: PlayedStore | None = None,
-    max_in_flight: int = 1,
-    **options: Any,
+    queue: InMemoryQueue, loader: NotedLoader, store: PlayedStore | None = None, max_in_flight: int = 1, **options: Any
 ) -> Fetcher:
     """A fetcher that claims once a minute, unless there is a reason to claim at once."""
     loaded: Future[LoadedModel] = Future()
@@ -210,9 +206,7 @@ def test_while_the_shared_store_is_away_only_jobs_without_memory_are_claimed() -
     end(fetcher, queue)
 
 
-def test_a_fetcher_outlives_an_outage_of_redis_and_an_entry_it_cannot_handle(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_fetcher_outlives_an_outage_of_redis_and_an_entry_it_cannot_handle(monkeypatch: pytest.MonkeyPatch) -> None:
     queue, loader = InMemoryQueue(), NotedLoader()
     queue.away = True
     fetcher = fetcher_of(queue, loader, poll_s=0.01)

@@ -172,16 +172,6 @@ def test_one_job_that_cannot_be_given_back_stops_no_other(
     assert "2 jobs given back" in caplog.messages
 
 
-def test_a_deposed_worker_does_not_report_jobs_as_given_back(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
-    for agent_id in "ab":
-        scene.finisher.put(loaded_job(scene.queue, agent_id), TO_GIVE_BACK)
-    scene.queue.take_over()
-    with caplog.at_level(logging.INFO):
-        scene.finish()
-    assert "jobs given back" not in caplog.text
-    assert "2 jobs not given back" in caplog.text
-
-
 @pytest.mark.parametrize(("n_running", "losses"), [(1, [(1, 1)]), (2, [(1, 0)] * 2)])
 def test_a_job_that_was_alone_in_a_broken_engine_is_marked(
     scene: Scene, n_running: int, losses: list[tuple[int, int]]

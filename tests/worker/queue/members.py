@@ -18,12 +18,7 @@ TTL_S = 0.3
 def registration(connection: Redis) -> RqRegistration:
     """Of a worker that serves `generate`, and was not signed on."""
     return RqRegistration(
-        ["generate"],
-        connection,
-        name="stoker-me-00000000",
-        worker_ttl_s=60,
-        heartbeat_s=1,
-        in_flight=JobsInFlight(),
+        ["generate"], connection, name="stoker-me-00000000", worker_ttl_s=60, heartbeat_s=1, in_flight=JobsInFlight()
     )
 
 

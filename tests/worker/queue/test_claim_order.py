@@ -114,25 +114,6 @@ def test_a_quarantined_job_runs_alone_soon_though_a_higher_queue_never_runs_empt
     assert len(claim(queue)) == 7
 
 
-def test_the_waiting_time_of_a_quarantined_job_starts_when_it_is_first_read(connection, submit, opened, monkeypatch):
-    monkeypatch.setattr(WAIT, 3600)
-    queue = opened()
-    submit("u0", queue="high")
-    running = claim(queue)
-    for n in (1, 2):
-        (quarantined,) = submit(f"a{n}")
-        connection.hset(f"rq:job:{quarantined}", FIELD_ATTEMPTS, 2)
-        assert queue._claim_order._quarantined_since is None
-        assert claim(queue) == claim(queue) == []
-        assert queue._claim_order._quarantined_since is not None
-        connection.lrem("rq:queue:generate", 1, quarantined)  # canceled
-        finish(running.pop(), {})
-        submit(f"u{n}", queue="high")
-        running = claim(queue)
-        assert [job.queue for job in running] == ["high"]
-        assert queue._claim_order._quarantined_since is None
-
-
 def test_no_job_waits_for_a_quarantined_job_that_was_canceled_meanwhile(connection, submit, opened, monkeypatch):
     queue = opened()
     submit("u0", queue="high")
@@ -262,21 +243,6 @@ def test_a_recovery_whose_reply_is_lost_counts_no_job_as_alone_that_was_not(conn
     monkeypatch.undo()
     assert queue.recover() == 0
     assert [counted(connection, job_id) for job_id in ids] == [[1, 0]] * 3
-
-
-def test_jobs_that_ran_together_go_back_in_one_transaction(connection, submit, opened):
-    ids = submit("a", "b", "c")
-    assert len(claim(opened())) == 3
-    queue = opened()
-    with connection.monitor() as monitor:
-        assert queue.recover() == 3
-        connection.ping()
-        seen = []
-        while not (seen and seen[-1] == "PING"):
-            seen.append(monitor.next_command()["command"].split(" ")[0].upper())
-    calls = [name for name in seen if name in {"MULTI", "EVALSHA", "EXEC"}]
-    assert ["MULTI", "EVALSHA", "EVALSHA", "EVALSHA", "EXEC"] in [calls[n : n + 5] for n in range(len(calls))]
-    assert [job_id.decode() for job_id in connection.lrange("rq:queue:generate", 0, -1)] == ids
 
 
 def test_a_producers_note_of_another_agent_is_corrected_when_the_job_is_claimed(connection, submit, opened):

@@ -182,10 +182,7 @@ def test_a_worker_keeps_its_lease_while_a_reply_hangs(connection, proxy, opened,
         return ends(exchange) or exchange.holds("EVALSHA", "rq:queue:generate", "rq:wip:generate", "job")
 
     proxy.hold_back(is_the_end, LEASE_S + 0.5)
-    call = {
-        "finish": lambda: finish(job, RESULT),
-        "give_back": lambda: give_back([job], counts_as_attempt=False),
-    }[end]
+    call = {"finish": lambda: finish(job, RESULT), "give_back": lambda: give_back([job], counts_as_attempt=False)}[end]
     start, ending, kept = time.monotonic(), InBackground(call), []
     while ending.is_alive():
         assert again(queue.beat)

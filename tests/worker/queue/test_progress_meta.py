@@ -111,12 +111,3 @@ def test_a_meta_that_grew_while_the_job_ran_stays_at_its_end(connection, produce
     connection.hset(f"rq:job:{job_id}", "meta", grown)
     finish(job, RESULT)
     assert connection.hget(f"rq:job:{job_id}", "meta") == grown.encode()
-
-
-def test_unchanged_progress_is_not_written_again(connection, producer, queue):
-    job_id = submit(producer)
-    (_job,) = claim(queue)
-    for tokens, calls in ((1, 1), (1, 0), (2, 1)):
-        connection.config_resetstat()
-        queue.withdrawn({job_id: SequenceProgress("decode", tokens, 3.0)})
-        assert connection.info("commandstats").get("cmdstat_hset", {"calls": 0})["calls"] == calls

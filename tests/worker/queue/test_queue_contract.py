@@ -1,7 +1,7 @@
 """The contract of `QueuePort` and `ClaimedJob`, for RQ on a real server and for the queue in memory."""
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -24,23 +24,6 @@ from stoker_worker.queue.waiting import MOST_PASSED
 from stoker_worker.settings import read_settings
 
 RESULT = {"text": "done"}
-
-
-class Outside(Protocol):
-    """The actions of producers, operators and other workers on the queue, and their view of it."""
-
-    @property
-    def queue(self) -> QueuePort: ...
-
-    def enqueue(self, job_id: str, agent_id: str | None = None, *, retries: int = 0, **fields: Any) -> None: ...
-    def cancel(self, job_id: str) -> None: ...
-    def ask_to_stop(self, job_id: str) -> None: ...
-    def listen(self, job_id: str) -> None: ...
-    def take_over(self) -> None: ...
-    def state(self, job_id: str) -> str: ...
-    def result(self, job_id: str) -> Any: ...
-    def text(self, job_id: str) -> str: ...
-    def waiting(self) -> list[str]: ...
 
 
 class OutsideMemory:
@@ -107,6 +90,10 @@ class OutsideRq:
         return Job.fetch(job_id, self._connection, JSONSerializer)
 
 
+Outside = OutsideMemory | OutsideRq
+"""The actions of producers, operators and other workers on the queue, and their view of it."""
+
+
 @pytest.fixture
 def at_hand() -> set[str]:
     """The agents whose caches are at hand; all, if it is empty."""
@@ -133,7 +120,7 @@ def ids(jobs: Any) -> list[str]:
     return [job.job_id for job in jobs]
 
 
-def test_a_job_is_claimed_finished_and_released(outside: Outside) -> None:
+def test_a_job_is_claimed_has_one_end_and_is_released(outside: Outside) -> None:
     outside.enqueue("job", "a", max_tokens=7)
     assert not outside.queue.is_empty()
     (job,) = claim(outside)
@@ -146,6 +133,11 @@ def test_a_job_is_claimed_finished_and_released(outside: Outside) -> None:
     job.finish(RESULT)
     assert (outside.state("job"), outside.result("job")) == ("finished", RESULT)
     assert outside.queue.in_flight() == (job,)  # later steps of its end may still run
+    with pytest.raises(OwnershipLost):
+        job.finish({"text": "another"})
+    with pytest.raises(OwnershipLost):
+        job.fail(ValueError("late"))
+    assert outside.result("job") == RESULT
     job.release()
     assert outside.queue.in_flight() == ()
 
@@ -170,13 +162,6 @@ def test_jobs_that_only_read_an_agents_memory_run_together(outside: Outside) -> 
     for job in readers:
         finish(job, RESULT)
     assert ids(claim(outside)) == ["w"]
-
-
-def test_agents_of_waiting_jobs_are_known(outside: Outside) -> None:
-    for job_id, agent_id in (("a1", "a"), ("b1", "b")):
-        outside.enqueue(job_id, agent_id)
-    claim(outside, limit=1)
-    assert "b" in outside.queue.waiting_agents()
 
 
 def test_a_job_whose_agent_is_at_hand_passes_others_but_none_of_its_own_agent(
@@ -228,17 +213,6 @@ def test_the_agents_of_the_next_jobs_are_known_before_the_first_claim_and_after_
     finish(first, RESULT)
     assert outside.queue.next_agents(8)[0] == "a"
     assert outside.queue.next_agents(2) == outside.queue.next_agents(8)[:2]
-
-
-def test_a_job_has_one_end(outside: Outside) -> None:
-    outside.enqueue("job", "a")
-    (job,) = claim(outside)
-    job.finish(RESULT)
-    with pytest.raises(OwnershipLost):
-        job.finish({"text": "another"})
-    with pytest.raises(OwnershipLost):
-        job.fail(ValueError("late"))
-    assert outside.result("job") == RESULT
 
 
 def test_a_failure_is_retried_in_place_as_often_as_allowed(outside: Outside) -> None:

@@ -5,7 +5,6 @@ import weakref
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import ResponseError
 from rq import Retry
 from rq.job import Job
 from rq.serializers import JSONSerializer
@@ -16,7 +15,7 @@ from tests.worker.queue.looking import LEASE, is_ours, places, taken_over
 from stoker_shared.errors import EngineFailed, GenerationTimedOut, JobFailed, OwnershipLost
 from stoker_shared.wire import FIELD_ATTEMPTS, TASK_PATH
 from stoker_worker.ports import Busy
-from stoker_worker.queue.end import Claim, Requeue
+from stoker_worker.queue.end import Claim
 from stoker_worker.queue.rq_queue import open_queue
 from stoker_worker.settings import read_settings
 
@@ -97,17 +96,6 @@ def test_an_interrupted_claim_is_recovered_and_costs_no_attempt(connection, prod
     assert [places(connection, job_id) for job_id in ids[1:]] == [["generate"]] * 2
     assert [job.job_id for job in claim(queue)] == ids[1:]
     assert not connection.hexists(f"rq:job:{ids[1]}", FIELD_ATTEMPTS)
-
-
-def test_a_lost_workers_jobs_are_put_back_in_their_order_and_counted(redis_url, connection, producer):
-    ids = submit(producer, "a", "b", "c")
-    with open_queue(read_settings({"redis_url": redis_url}), redis_url) as dead:
-        assert len(claim(dead.rq_queue, limit=2)) == 2
-    with open_queue(read_settings({"redis_url": redis_url}), redis_url) as alive:
-        assert alive.rq_queue.recover() == 2
-        assert [job_id.decode() for job_id in connection.lrange("rq:queue:generate", 0, -1)] == ids
-        assert [(job.job_id, job.attempt) for job in claim(alive.rq_queue)] == list(zip(ids, (2, 2, 1), strict=True))
-        assert connection.smembers("rq:workers:generate") == {f"rq:worker:{alive.registration.name}".encode()}
 
 
 def test_a_suspension_is_logged_once_when_it_begins_and_once_when_it_ends(queue, connection, caplog):
@@ -191,21 +179,6 @@ def test_a_withdrawal_is_seen_beside_a_job_with_an_overwritten_key(connection, p
     assert [job.job_id for job in withdrawn] == ([job_id] if key == "rq:queue:odd" else [odd, job_id])
     for job in withdrawn:
         stop(job)
-
-
-def test_a_job_that_could_not_be_given_back_is_recovered(connection, producer, queue, monkeypatch):
-    (job_id,) = submit(producer, "a")
-    (job,) = claim(queue)
-
-    def refuse(*args, **options):
-        raise ResponseError("no")
-
-    monkeypatch.setattr(Requeue, "__call__", refuse)
-    with pytest.raises(ResponseError):
-        give_back([job], counts_as_attempt=True)
-    monkeypatch.undo()
-    assert queue.recover() == 1
-    assert places(connection, job_id) == ["generate"]
 
 
 def test_a_stop_during_the_start_of_its_job_is_not_lost(producer, queue, monkeypatch):
@@ -370,13 +343,12 @@ def test_a_heartbeat_does_not_restore_the_hash_of_a_deleted_running_job(connecti
     assert not connection.exists(f"rq:job:{job_id}")
 
 
-@pytest.mark.parametrize("how", ["cancel", "delete"])
-def test_giving_back_a_job_that_was_withdrawn_leaves_nothing_of_its_execution(connection, producer, queue, how):
+def test_giving_back_a_job_that_was_deleted_leaves_nothing_of_its_execution(connection, producer, queue):
     (job_id,) = submit(producer, "a")
     (job,) = claim(queue)
-    getattr(Job.fetch(job_id, connection, JSONSerializer), how)()
+    Job.fetch(job_id, connection, JSONSerializer).delete()
     give_back([job], counts_as_attempt=False)
-    assert places(connection, job_id) == (["canceled"] if how == "cancel" else [])
+    assert places(connection, job_id) == []
     assert not list(connection.scan_iter("rq:execution*"))
 
 

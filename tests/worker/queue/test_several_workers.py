@@ -43,37 +43,32 @@ def test_a_dead_workers_jobs_go_on_elsewhere_in_order_and_before_its_agents_late
     assert set(connection.hgetall(MEMBERS_KEY)) == {b"b"}
 
 
-def test_a_worker_that_slept_is_deposed_by_whoever_puts_its_jobs_back(connection, join, submit):
+@pytest.mark.parametrize("for_longer_than_its_number_is_kept", [False, True])
+def test_a_worker_that_slept_is_deposed_by_whoever_puts_its_jobs_back(
+    connection, join, submit, for_longer_than_its_number_is_kept
+):
     a, b = join("a"), impatient(join("b"))
     (job_id,) = submit("x")
     (slept,) = claim(a)
     die(a)
     assert recovered(b) == 1
-    assert not a.beat()
-    assert not is_ours(slept)
+    if for_longer_than_its_number_is_kept:
+        connection.delete(FENCE_KEY.format(member="a"))
+    else:
+        assert not a.beat()
+        assert not is_ours(slept)
+        assert claim(a) == []
     with pytest.raises(OwnershipLost):
         finish(slept, {})
     give_back([slept], counts_as_attempt=False)
-    assert claim(a) == []
     (again,) = claim_within(b)
     assert (again.job_id, again.attempt) == (job_id, 2)
     finish(again, {})
-    assert places(connection, job_id) == ["finished"]
-
-
-def test_a_worker_that_slept_for_longer_than_its_number_is_kept_ends_nothing(connection, join, submit):
-    a, b = join("a"), impatient(join("b"))
-    submit("x")
-    (slept,) = claim(a)
-    die(a)
-    assert recovered(b) == 1
-    run(claim_within(b))
-    connection.delete(FENCE_KEY.format(member="a"))
     with pytest.raises(OwnershipLost):
         slept.finish({})
-    assert Job.fetch(slept.job_id, connection, JSONSerializer).return_value() == {}
-    assert connection.xlen(f"rq:results:{slept.job_id}") == 1
     assert a.recover() == 0
+    assert places(connection, job_id) == ["finished"]
+    assert connection.xlen(f"rq:results:{job_id}") == 1
 
 
 def test_leases_that_ran_out_while_redis_was_away_cost_no_worker_its_name(connection, join, submit):
@@ -89,18 +84,6 @@ def test_leases_that_ran_out_while_redis_was_away_cost_no_worker_its_name(connec
     assert b.recover() == 0
     assert b.beat()
     assert is_ours(job)
-
-
-def test_the_same_name_finds_its_own_jobs_again(join, submit):
-    a = join("a")
-    (job_id,) = submit("x")
-    claim(a)
-    a._lease.release()  # as if it had been killed: nothing else is cleared up
-    again, other = join("a"), join("b")
-    submit("x")
-    assert again.recover() == 1
-    assert ids(claim(again)) == [job_id]
-    assert claim(other) == []
 
 
 def test_an_id_that_runs_elsewhere_is_not_started_a_second_time(connection, plain, join):

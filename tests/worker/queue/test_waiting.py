@@ -340,14 +340,6 @@ def test_the_next_agents_are_those_at_hand_until_the_others_are_passed_over_no_m
     assert set(places.fair_queue.next_agents(3)) == set("abc")
 
 
-def test_a_job_that_was_chosen_and_not_claimed_does_not_count():
-    places = Places()
-    places.submit(*["heavy"] * 5, "new")
-    places.give()
-    choices = [places.fair_queue.choose(1, Busy()) for _ in range(4)]
-    assert choices == choices[:1] * 4
-
-
 def test_nothing_is_kept_of_agents_without_waiting_jobs():
     places = Places()
     for n in range(100):

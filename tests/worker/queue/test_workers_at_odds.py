@@ -114,17 +114,3 @@ def test_a_worker_that_stops_before_it_has_put_its_predecessors_jobs_back_stays_
     assert ids(claim_within(b)) == [first]
     run(b.in_flight())
     assert ids(claim_within(b)) == [second]
-
-
-@pytest.mark.parametrize("name", ["-", "-a", ".", "a b"])
-def test_a_name_that_could_be_taken_for_something_else_is_refused(join, name):
-    with pytest.raises(ValueError, match="name"):
-        join(name)
-
-
-def test_a_job_that_rqs_own_worker_left_between_its_lists_goes_back(connection, plain, join, submit):
-    first, second = submit("x", "y")
-    connection.lmove("rq:queue:generate", "rq:queue:generate:intermediate")
-    a = join("a")
-    assert a.recover() == 1
-    assert ids(claim(a)) == [first, second]
