@@ -91,14 +91,9 @@ def test_a_batch_that_another_process_held_a_moment_ago_waits_and_is_no_error(cl
     monkeypatch.setattr(work, "hold", held_at_first)
     monkeypatch.setattr(batch_runner, "RENEW_S", 0.1)
     done = until(client, begin(client, lines("say a")), "completed")
-    assert answers(client, done.output_file_id) == {"c0": "a"}
+    assert (answers(client, done.output_file_id), done.error_file_id) == ({"c0": "a"}, None)
     assert next(refusals, None) is None
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
-
-
-def test_a_batch_without_failures_has_no_error_file(client):
-    done = until(client, begin(client, lines("say a")), "completed")
-    assert (answers(client, done.output_file_id), done.error_file_id) == ({"c0": "a"}, None)
 
 
 def test_a_batch_may_have_responses_which_nothing_keeps(client, store):
@@ -166,11 +161,6 @@ def test_a_batch_that_is_over_its_time_has_expired(client, store, server_url, se
     assert ended.expired_at is not None
 
 
-def test_a_file_without_lines_fails_the_batch(client):
-    failed = until(client, begin(client, b"\n\n"), "failed")
-    assert [error.code for error in failed.errors.data] == ["empty_file"]
-
-
 def test_a_line_over_the_limit_of_a_call_fails_alone(serve, store):
     client = serve(batch_store=store, max_body_bytes=2000).client()
     batch = until(client, begin(client, lines("say x", "say " + "y" * 2000)), "completed")
@@ -178,10 +168,12 @@ def test_a_line_over_the_limit_of_a_call_fails_alone(serve, store):
     assert answers(client, batch.error_file_id) == {None: "invalid_json_line"}
 
 
-def test_a_file_of_too_many_lines_fails_the_batch(client, monkeypatch):
+def test_a_file_of_no_lines_or_too_many_fails_the_batch(client, monkeypatch):
+    failed = until(client, begin(client, b"\n\n"), "failed")
+    assert [error.code for error in failed.errors.data] == ["empty_file"]
     monkeypatch.setattr(batch_runner, "MAX_LINES", 2)
-    batch = until(client, begin(client, lines("say x", "say y", "say z")), "failed")
-    assert "over 2 lines" in batch.errors.data[0].message
+    failed = until(client, begin(client, lines("say x", "say y", "say z")), "failed")
+    assert "over 2 lines" in failed.errors.data[0].message
 
 
 def test_files_are_listed_read_and_deleted_but_not_while_a_batch_reads_them(client, hand):

@@ -1,9 +1,6 @@
-"""The events of a streamed answer: their form, text that comes again, and which streams wait for their end."""
+"""The events of a streamed answer: their form, and text that comes again."""
 
-import asyncio
 import json
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from openai.types import Completion
@@ -13,7 +10,6 @@ from tests.producer.played_worker import result_fields
 from stoker.api.chat import Chunks
 from stoker.api.deltas import Delta, Deltas
 from stoker.api.failure import Failure
-from stoker.serve.generation import _events
 from stoker.streaming import Restarted, TextChunk
 from stoker_shared.answer_parts import Edge, Markers
 from stoker_shared.result import GenerationResult
@@ -106,33 +102,3 @@ def test_an_answer_is_sent_at_its_end_if_the_worker_does_not_tell_its_markers():
     live, rest = sent(["Hm. So|Yes"], RESULT, markers=None)
     assert live == []
     assert rest == [Delta("reasoning", "Hm. So"), Delta("text", "Yes.")]
-
-
-def test_a_stream_that_finds_no_place_is_sent_at_its_end():
-    asyncio.run(two_streams_and_one_place())
-
-
-async def two_streams_and_one_place():
-    async def endless():
-        await asyncio.Event().wait()
-        yield
-
-    async def results():
-        return [GenerationResult.model_validate(result_fields("j"))]
-
-    settings = SimpleNamespace(timeout_s=60)
-    backend: Any = SimpleNamespace(live=asyncio.Semaphore(1), settings=settings)
-    call: Any = SimpleNamespace(results=results, tickets=[SimpleNamespace(stream=lambda timeout_s: endless())])
-
-    async def all_events():
-        chunks = Chunks("j", "m", 0, is_raw=False, with_usage=False)
-        return [
-            event async for event in _events(backend, call, chunks, chunks.begin(), Deltas(is_raw=False), is_live=True)
-        ]
-
-    streams = [asyncio.ensure_future(all_events()) for _ in range(2)]
-    ended, waiting = await asyncio.wait(streams, timeout=5, return_when=asyncio.FIRST_COMPLETED)
-    for stream in waiting:
-        stream.cancel()
-    await asyncio.gather(*waiting, return_exceptions=True)
-    assert [stream.result()[-1] for stream in ended] == [DONE]

@@ -1,6 +1,5 @@
 """Beside the calls: ids, other sites, health, metrics, the name of a model, and fields that nobody knows."""
 
-import json
 import time
 
 import httpx
@@ -41,15 +40,11 @@ def test_pages_of_other_sites_may_call_only_if_they_are_named(served, serve):
     assert httpx.get(f"{named.url}/v1/models", headers={"Origin": "http://other.example"}).status_code == 403
 
 
-@pytest.mark.parametrize("path", ["/healthz", "/health"])
-def test_health_has_both_names(served, path):
-    assert httpx.get(served.url + path).json() == {"status": "ok"}
-
-
 def test_requests_are_counted_by_path_and_status(served, client):
     ask(client, "say x")
     httpx.get(f"{served.url}/v1/models/none")
     httpx.get(f"{served.url}/nothing/here")
+    assert [httpx.get(served.url + path).json() for path in ("/healthz", "/health")] == [{"status": "ok"}] * 2
     text = httpx.get(f"{served.url}/metrics").text
     for series in (
         'stoker_serve_requests_total{path="/v1/chat/completions",status="200"}',
@@ -89,12 +84,6 @@ def test_while_the_model_loads_calls_are_told_to_come_later(serve, worker):
             break
         except openai.InternalServerError:
             assert time.monotonic() < end
-
-
-def test_fields_that_are_not_known_can_be_ignored(serve, hand):
-    client = serve(body_options=BodyOptions(any_model=True, ignore_unknown=True)).client()
-    answer = ask(client, "say x", extra_body={"colour": json.dumps("red")})
-    assert answer.choices[0].message.content == "x"
 
 
 def scored(*tokens):

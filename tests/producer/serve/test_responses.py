@@ -52,7 +52,7 @@ def last_request(hand):
 # --- items ---
 
 
-def test_a_text_is_answered_with_one_message(client, hand):
+def test_a_text_is_answered_with_one_message_which_the_limit_may_cut_off(client, hand):
     answer = client.responses.create(model="m", input="say four words", instructions="Be short.")
     assert (answer.output_text, answer.status, answer.object) == ("four words", "completed", "response")
     assert answer.usage.input_tokens_details.cached_tokens == 4
@@ -62,15 +62,9 @@ def test_a_text_is_answered_with_one_message(client, hand):
         ("system", "Be short."),
         ("user", "say four words"),
     ]
-
-
-def test_thinking_text_and_calls_are_items_of_their_own(client):
-    thought = give(text="x", reasoning="hm", answer="I look.", tool_calls=[CALL], finish_reason="tool_calls")
-    answer = client.responses.create(model="m", input=thought, tools=[TOOL])
-    assert [item.type for item in answer.output] == ["reasoning", "message", "function_call"]
-    reasoning, message, call = answer.output
-    assert (reasoning.content[0].text, message.content[0].text) == ("hm", "I look.")
-    assert (call.call_id, call.name, call.arguments) == ("c1", "f", '{"a": 1}')
+    cut_off = client.responses.create(model="m", input=give(text="x", finish_reason="length"), max_output_tokens=20)
+    assert (cut_off.status, cut_off.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert last_request(hand)["max_tokens"] == 20
 
 
 def test_the_items_of_a_conversation_become_its_messages():
@@ -150,12 +144,6 @@ def test_a_form_of_the_text_is_a_response_format(client, hand):
     assert (asked["type"], asked["json_schema"]["name"]) == ("json_schema", "River")
 
 
-def test_an_answer_that_the_limit_cuts_off_is_incomplete(client, hand):
-    answer = client.responses.create(model="m", input=give(text="x", finish_reason="length"), max_output_tokens=20)
-    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-    assert last_request(hand)["max_tokens"] == 20
-
-
 def test_every_field_of_openais_type_is_known():
     theirs = set(typing.get_type_hints(params.ResponseCreateParamsNonStreaming))
     assert theirs - set(RULES) == {"background", "previous_response_id", "store", "stream", "stream_options"}
@@ -186,6 +174,10 @@ def test_the_events_of_an_answer_come_in_openais_order_and_the_last_one_has_all(
     assert [item.model_dump() for item in done] == [item.model_dump() for item in whole.output]
     assert whole.usage.output_tokens == 2
     Response.model_validate(whole.model_dump(), strict=True)
+    for answer in (whole, client.responses.create(model="m", input=said, tools=[TOOL])):
+        reasoning, message, call = answer.output
+        assert (reasoning.content[0].text, message.content[0].text) == ("hm", "I look.")
+        assert (call.call_id, call.name, call.arguments) == ("c1", "f", '{"a": 1}')
 
 
 @pytest.mark.parametrize(("said", "kinds"), [("say ", []), (give(text="x", reasoning="hm", answer=""), ["reasoning"])])
@@ -263,13 +255,6 @@ def test_a_stored_response_is_read_listed_and_deleted_by_its_owner_alone(serve, 
         ann.responses.retrieve(made.id)
 
 
-def test_a_call_that_failed_leaves_nothing(serve, tmp_path):
-    client = serve(batch_store=tmp_path).client()
-    with pytest.raises(openai.InternalServerError):
-        client.responses.create(model="m", input="fail EngineFailed: x")
-    assert list((tmp_path / "responses").iterdir()) == []
-
-
 def test_of_two_calls_that_store_one_response_at_the_same_moment_one_makes_it(tmp_path):
     store = ResponseStore(tmp_path, keep_s=3600)
     with ThreadPoolExecutor(2) as threads:
@@ -324,14 +309,6 @@ def until(client, response_id, status):
     return found
 
 
-def test_a_response_in_the_background_is_answered_at_once_and_read_later(client, hand):
-    begun = client.responses.create(model="m", input="wait", background=True)
-    assert (begun.status, begun.background) == ("queued", True)
-    assert client.responses.retrieve(begun.id).status == "queued"
-    hand.finish(hand.wait_for_one(), text="done")
-    assert until(client, begun.id, "completed").output_text == "done"
-
-
 def test_a_response_in_the_background_can_be_streamed_and_its_job_outlives_the_stream(client, hand):
     seen = events(client, "say x", background=True)
     assert [event.response.background for event in (seen[0], seen[-1])] == [True, True]
@@ -362,9 +339,6 @@ def test_a_response_in_the_background_can_be_canceled_and_can_fail(client, hand)
     waited_for = client.responses.create(model="m", input="say x")
     with pytest.raises(openai.BadRequestError, match="background"):
         client.responses.cancel(waited_for.id)
-
-
-def test_a_response_in_the_background_has_to_be_stored(client):
     with pytest.raises(openai.BadRequestError, match="background"):
         client.responses.create(model="m", input="say x", background=True, store=False)
 
@@ -399,36 +373,37 @@ def test_no_body_whatever_breaks_the_reader(tmp_path_factory, body, items):
 # --- what is left of a call ---
 
 
-def test_a_call_that_is_refused_before_it_is_a_job_leaves_nothing(serve, nobody, tmp_path):
+def test_a_call_that_is_refused_or_fails_leaves_nothing(serve, nobody, tmp_path):
     client = serve(batch_store=tmp_path, worker_wait_s=0.0).client()
     for fields in ({}, {"background": True}, {"extra_headers": {"Idempotency-Key": "refused"}}):
         with pytest.raises(openai.InternalServerError, match="no worker"):
             client.responses.create(model="m", input="say x", **fields)
+    with pytest.raises(openai.InternalServerError, match="EngineFailed: x"):
+        serve(batch_store=tmp_path, queue_without_worker=True).client().responses.create(
+            model="m", input="fail EngineFailed: x"
+        )
     assert list((tmp_path / "responses").iterdir()) == []
 
 
-def test_a_call_with_another_calls_key_leaves_the_response_of_that_call(client):
-    key = {"Idempotency-Key": "of-one-call"}
-    made = client.responses.create(model="m", input="say x", extra_headers=key)
+def test_a_keyed_calls_response_stays_whether_it_failed_or_its_key_is_used_again(client):
+    ask = client.responses.create
+    made = ask(model="m", input="say x", extra_headers={"Idempotency-Key": "of-one-call"})
     with pytest.raises(openai.ConflictError):
-        client.responses.create(model="m", input="say y", extra_headers=key)
+        ask(model="m", input="say y", extra_headers={"Idempotency-Key": "of-one-call"})
     assert client.responses.retrieve(made.id).output_text == "x"
-
-
-def test_a_keyed_call_that_failed_is_a_failed_response(client):
-    key = {"Idempotency-Key": "fails"}
     with pytest.raises(openai.InternalServerError):
-        client.responses.create(model="m", input="fail EngineFailed: x", extra_headers=key)
+        ask(model="m", input="fail EngineFailed: x", extra_headers={"Idempotency-Key": "fails"})
     found = client.responses.retrieve("resp_fails")
     assert (found.status, found.error.code) == ("failed", "server_error")
 
 
-def test_a_call_in_the_background_that_is_made_again_with_its_key_is_answered_with_its_state(client, hand):
+def test_a_call_in_the_background_is_answered_at_once_and_again_by_its_key_with_its_state(client, hand):
     key = {"Idempotency-Key": "in-background"}
     ask = lambda: client.responses.create(model="m", input="wait", background=True, extra_headers=key)  # noqa: E731
-    assert (ask().status, ask().status) == ("queued", "queued")
+    assert [(begun.status, begun.background) for begun in (ask(), ask())] == [("queued", True)] * 2
+    assert client.responses.retrieve("resp_in-background").status == "queued"
     hand.finish(hand.wait_for_one(), text="done")
-    until(client, "resp_in-background", "completed")
+    assert until(client, "resp_in-background", "completed").output_text == "done"
     assert ask().output_text == "done"
 
 
