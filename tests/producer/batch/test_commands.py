@@ -13,7 +13,9 @@ from tests.producer.played_worker import PlayedWorker, result_fields
 from tests.support.wait import wait_for
 
 from stoker.batch.output_file import OutputFile
+from stoker.batch.record import cancel_batch, read_record
 from stoker.cli import main
+from stoker.operations import run
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -95,14 +97,26 @@ def keys(connection):
                   for key in connection.scan_iter(pattern))  # fmt: skip
 
 
-def test_run_answers_every_line_and_leaves_nothing_in_redis(batch, connection, somebody, tmp_path):
-    write(tmp_path, ["one", "fail", "three"])
+def test_run_answers_every_line_counts_each_kind_of_failure_and_leaves_nothing_in_redis(
+    batch, connection, somebody, tmp_path
+):
+    write(tmp_path, ["one", "fail", "fail again"])
+    with (tmp_path / "in.jsonl").open("a") as lines:
+        lines.write("no line\n")
     somebody.begin()
-    code, counts, _ = batch("run", "in.jsonl", "--out", "out.jsonl", "--json")
-    assert (code, counts["succeeded"], counts["failed"], counts["left"]) == (3, 2, 1, 0)
-    assert texts(tmp_path) == {"c0": "one", "c1": "EngineFailed: it says so", "c2": "three"}
+    code, _, err = batch("run", "in.jsonl", "--out", "out.jsonl")
+    assert code == 3
+    assert "line 2 failed: EngineFailed: it says so\n" in err
+    assert "line 4 failed: not JSON\n" in err
+    assert "line 3 failed" not in err  # the first of each kind is shown
+    assert "1 succeeded, 3 failed (2 EngineFailed, 1 invalid_json_line)\n" in err
+    why = "EngineFailed: it says so"
+    assert texts(tmp_path) == {"c0": "one", "c1": why, "c2": why, None: "invalid_json_line"}
     assert keys(connection) == []
     assert [connection.zcard(f"rq:{name}:generate") for name in ("finished", "failed")] == [0, 0]
+    _, counts, _ = batch("run", "in.jsonl", "--out", "out.jsonl", "--json")
+    assert (counts["succeeded"], counts["failed"], counts["left"]) == (1, 3, 0)
+    assert counts["causes"] == {"EngineFailed": 2, "invalid_json_line": 1}
 
 
 def test_a_file_of_prompts_is_run_and_continued_with_its_template_but_with_no_other(batch, somebody, tmp_path):
@@ -132,17 +146,23 @@ def test_answers_that_are_cut_off_are_counted_by_the_process_that_fetches_and_by
         assert "2 succeeded (1 cut off by max_tokens), 0 failed" in batch("fetch", "b", "--out", "out.jsonl")[2]
 
 
-def test_run_again_runs_nothing_again_but_lines_that_were_taken_out_of_the_file(batch, somebody, tmp_path):
+def test_run_goes_on_with_what_was_submitted_and_runs_again_only_what_was_taken_out_of_the_file(
+    batch, somebody, tmp_path
+):
     write(tmp_path, ["one", "two", "three"])
+    batch("submit", "in.jsonl")
     somebody.begin()
-    assert batch("run", "in.jsonl", "--out", "out.jsonl")[0] == 0
-    assert batch("run", "in.jsonl", "--out", "out.jsonl")[0] == 0
-    assert len(somebody.ends) == 3
+    for _ in range(2):
+        assert batch("run", "in.jsonl", "--out", "out.jsonl")[0] == 0
+    assert somebody.ends == ["one", "two", "three"]
     kept = [text for text in (tmp_path / "out.jsonl").read_text().splitlines() if '"two"' not in text]
     (tmp_path / "out.jsonl").write_text("".join(f"{text}\n" for text in kept))
     assert batch("run", "in.jsonl", "--out", "out.jsonl")[0] == 0
-    assert sorted(somebody.ends) == ["one", "three", "two", "two"]
-    assert len(texts(tmp_path)) == 3
+    assert somebody.ends == ["one", "two", "three", "two"]
+    write(tmp_path, ["four"])
+    code, _, err = batch("run", "in.jsonl", "--out", "out.jsonl")
+    assert (code, "has changed" in err) == (2, True)
+    assert texts(tmp_path) == {"c0": "one", "c1": "two", "c2": "three"}
 
 
 def test_a_table_in_and_a_table_out(batch, somebody, tmp_path):
@@ -213,7 +233,7 @@ def test_answers_come_in_the_order_of_the_lines_where_that_is_asked_for(batch, s
 
 
 def test_no_more_than_the_window_is_in_redis(batch, connection, somebody, tmp_path):
-    write(tmp_path, [f"{n}" for n in range(25)])
+    write(tmp_path, [f"{n}" for n in range(15)])
     seen = []
     ended = somebody.played.finish
 
@@ -224,7 +244,7 @@ def test_no_more_than_the_window_is_in_redis(batch, connection, somebody, tmp_pa
     somebody.played.finish = count_and_end
     somebody.begin()
     assert batch("run", "in.jsonl", "--out", "out.jsonl", "--window", "5")[0] == 0
-    assert len(texts(tmp_path)) == 25
+    assert len(texts(tmp_path)) == 15
     assert max(seen) <= 2 * 5 + 4
 
 
@@ -260,7 +280,10 @@ def test_a_batch_is_submitted_counted_and_fetched_by_others(batch, connection, s
     wait_for(lambda: len(somebody.ends) == 2 and connection.llen("rq:queue:generate") == 1, 20)
     assert batch("fetch", "nightly", "--out", "out.jsonl")[0] == 4
     assert len(texts(tmp_path)) == 2
-    [(_, counts, _)] = [batch("status", name, "--json")]
+    code, _, err = batch("fetch", name, "--out", "other.jsonl")
+    assert (code, "left Redis already; they are in" in err, "out.jsonl" in err) == (2, True, True)
+    assert not connection.exists(f"stoker:batch:{name}:holder")
+    _, counts, _ = batch("status", name, "--json")
     assert (counts["done"], counts["failed"], counts["waiting"], counts["to_fetch"]) == (1, 1, 1, 0)
     somebody.played.finish(connection.lindex("rq:queue:generate", 0).decode(), text="at last")
     assert batch("fetch", name, "--out", "out.jsonl", "--follow")[0] == 3
@@ -289,35 +312,6 @@ def test_a_record_that_cannot_be_read_hides_no_other_batch(batch, connection, tm
     assert batch("cancel", name)[0] == 0
 
 
-def test_run_continues_a_batch_that_was_submitted(batch, somebody, tmp_path):
-    write(tmp_path, ["one", "two"])
-    batch("submit", "in.jsonl")
-    somebody.begin()
-    assert batch("run", "in.jsonl", "--out", "out.jsonl")[0] == 0
-    assert somebody.ends == ["one", "two"]
-
-
-def test_answers_that_left_redis_are_not_looked_for_in_another_file(batch, connection, somebody, tmp_path):
-    write(tmp_path, ["one", "later"])
-    _, name, _ = batch("submit", "in.jsonl")
-    somebody.begin()
-    wait_for(lambda: somebody.ends, 20)
-    assert batch("fetch", name, "--out", "out.jsonl")[0] == 4
-    code, _, err = batch("fetch", name, "--out", "other.jsonl")
-    assert (code, "left Redis already; they are in" in err, "out.jsonl" in err) == (2, True, True)
-    assert not connection.exists(f"stoker:batch:{name}:holder")
-
-
-def test_a_changed_input_is_another_batch_and_not_mixed_into_the_old_file(batch, somebody, tmp_path):
-    write(tmp_path, ["one"])
-    somebody.begin()
-    assert batch("run", "in.jsonl", "--out", "out.jsonl")[0] == 0
-    write(tmp_path, ["two"])
-    code, _, err = batch("run", "in.jsonl", "--out", "out.jsonl")
-    assert (code, "has changed" in err) == (2, True)
-    assert texts(tmp_path) == {"c0": "one"}
-
-
 def test_a_canceled_batch_answers_every_line_and_sends_nothing_more(batch, connection, somebody, tmp_path):
     write(tmp_path, ["one", "later", "later", "later", "later"])
     somebody.begin()
@@ -326,11 +320,8 @@ def test_a_canceled_batch_answers_every_line_and_sends_nothing_more(batch, conne
     thread = threading.Thread(target=lambda: done.append(batch(*command)))
     thread.start()
     wait_for(lambda: (tmp_path / "out.jsonl").exists() and '"one"' in (tmp_path / "out.jsonl").read_text(), 20)
-    [name] = [key.decode() for key in connection.zrange("stoker:batch::all", 0, -1)]
-    from stoker.batch.record import cancel_batch, read_record
-    from stoker.operations import run
-
-    record = run(connection, read_record(name))
+    [name] = connection.zrange("stoker:batch::all", 0, -1)
+    record = run(connection, read_record(name.decode()))
     assert record
     assert run(connection, cancel_batch(record, remove=False)) >= 2
     thread.join()
@@ -347,6 +338,8 @@ def test_a_forgotten_batch_can_be_run_again(batch, connection, somebody, tmp_pat
     assert (code, "was canceled" in err) == (2, True)
     assert batch("cancel", name, "--forget")[0] == 0
     assert keys(connection) == []
+    code, out, _ = batch("status", name, "--json")
+    assert (code, out["error"]["type"]) == (1, "BatchGone")
     assert batch("submit", "in.jsonl")[1] == name
     assert connection.llen("rq:queue:generate") == 2
 
@@ -360,25 +353,19 @@ def test_a_job_that_was_deleted_is_an_answer_too(batch, connection, tmp_path):
     assert texts(tmp_path) == {"c0": "batch_expired"}
 
 
-@pytest.mark.slow
-def test_a_batch_is_held_back_while_redis_holds_too_much(batch, connection, somebody, tmp_path):
+def test_a_batch_is_held_back_while_redis_holds_too_much(batch, connection, tmp_path, monkeypatch):
     write(tmp_path, ["one", "two", "three"])
-    somebody.begin()
-    done = []
-    thread = threading.Thread(
-        target=lambda: done.append(batch("submit", "in.jsonl", "--max-redis-bytes", str(before + 2**25)))
-    )
     before = connection.info("memory")["used_memory"]  # it may still fall, while memory of other tests is freed
     connection.set("ballast", b"x" * 2**26)
-    thread.start()
-    time.sleep(1.0)
-    assert thread.is_alive()
-    assert connection.llen("rq:queue:generate") == 0
-    connection.delete("ballast")
-    thread.join()
-    code, _, err = done[0]
+
+    def make_room(seconds):
+        assert connection.llen("rq:queue:generate") == 0
+        connection.delete("ballast")
+
+    monkeypatch.setattr("stoker.batch.cli.time.sleep", make_room)
+    code, _, err = batch("submit", "in.jsonl", "--max-redis-bytes", str(before + 2**25))
     assert (code, "held back" in err, "line 1 of 3" in err) == (0, True, True)
-    wait_for(lambda: len(somebody.ends) == 3, 20)
+    assert connection.llen("rq:queue:generate") == 3
 
 
 def test_run_sends_line_by_line_while_other_clients_fill_redis(batch, somebody, tmp_path):
@@ -446,26 +433,6 @@ def test_a_file_whose_name_is_not_text_is_a_batch_too(batch, tmp_path):
     write(tmp_path, ["one"], name=os.fsdecode(b"\xff.jsonl"))
     assert batch("submit", os.fsdecode(b"\xff.jsonl"))[0] == 0
     assert "(?.jsonl, 1 lines)" in batch("ls")[1]
-
-
-def test_an_unknown_batch_is_named(batch):
-    code, out, _ = batch("status", "nobody", "--json")
-    assert (code, out["error"]["type"]) == (1, "BatchGone")
-
-
-def test_the_first_failure_of_each_kind_is_shown_and_all_are_counted(batch, somebody, tmp_path):
-    write(tmp_path, ["one", "fail", "fail again"])
-    with (tmp_path / "in.jsonl").open("a") as lines:
-        lines.write("no line\n")
-    somebody.begin()
-    code, _, err = batch("run", "in.jsonl", "--out", "out.jsonl")
-    assert code == 3
-    assert "line 2 failed: EngineFailed: it says so\n" in err
-    assert "line 4 failed: not JSON\n" in err
-    assert "line 3 failed" not in err
-    assert "1 succeeded, 3 failed (2 EngineFailed, 1 invalid_json_line)\n" in err
-    _, counts, _ = batch("run", "in.jsonl", "--out", "out.jsonl", "--json")
-    assert counts["causes"] == {"EngineFailed": 2, "invalid_json_line": 1}
 
 
 def test_a_model_that_is_not_the_loaded_one_comes_with_the_options_that_help(batch, somebody, tmp_path):

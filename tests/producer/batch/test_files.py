@@ -104,23 +104,14 @@ def test_answers_in_the_file_are_found_again_and_not_written_twice(out):
     assert out.read_bytes() == before
 
 
-@pytest.mark.parametrize("kept", [0, 1, 30, -2])
-def test_half_a_last_line_is_cut_off(out, kept):
-    with OutputFile(out, BATCH) as output:
-        output.append([(1, answer(1))])
-        whole = out.read_bytes()
-        output.append([(2, answer(2))])
-    out.write_bytes((whole + out.read_bytes()[len(whole) :][:kept]) if kept else whole)
-    with OutputFile(out, BATCH) as output:
-        assert (1 in output.written, 2 in output.written) == (True, False)
-    assert out.read_bytes() == whole
-
-
-def test_a_file_with_half_a_first_line_is_begun_again(out):
-    out.write_bytes(line_bytes(answer(1))[:40])
-    with OutputFile(out, BATCH) as output:
-        assert len(output.written) == 0
-    assert out.read_bytes() == b""
+@pytest.mark.parametrize("whole", [b"", line_bytes(answer(1))], ids=["first line", "second line"])
+def test_half_a_line_and_what_a_power_failure_left_behind_it_are_cut_off(out, whole):
+    line = line_bytes(answer(2))
+    for left in (b"", line[:1], line[:30], line[:-2], b"\0" * 5000, line[:30] + b"\0" * 5000):
+        out.write_bytes(whole + left)
+        with OutputFile(out, BATCH) as output:
+            assert (1 in output.written, 2 in output.written) == (whole != b"", False)
+        assert out.read_bytes() == whole
 
 
 def test_a_whole_last_line_without_its_line_end_is_kept(out):
@@ -133,17 +124,6 @@ def test_a_whole_last_line_without_its_line_end_is_kept(out):
         assert (len(output.written), output.n_failed) == (2, 2)
         output.append([(3, answer(3))])
     assert out.read_bytes() == whole + line_bytes(answer(3))
-
-
-def test_zeros_left_by_a_power_failure_are_cut_off(out):
-    with OutputFile(out, BATCH) as output:
-        output.append([(1, answer(1))])
-    whole = out.read_bytes()
-    for left in (b"\0" * 5000, whole[:30] + b"\0" * 5000):
-        out.write_bytes(whole + left)
-        with OutputFile(out, BATCH) as output:
-            assert len(output.written) == 1
-        assert out.read_bytes() == whole
 
 
 def test_answers_of_a_killed_process_are_on_the_disk_before_they_count(out, monkeypatch):
@@ -167,15 +147,12 @@ def test_a_file_of_something_else_is_refused_and_left_as_it_is(out, text):
     assert out.read_text() == text
 
 
-def test_the_file_of_another_batch_is_refused(out):
+def test_the_file_of_another_batch_is_refused_and_so_is_a_device(out):
     other = batch_for("nightly", fingerprint_of("changed", []))
     with OutputFile(out, other) as output:
         output.append([(1, answer(1, batch=other))])
     with pytest.raises(OutputRefused, match=f"{other}.*{BATCH}"):
         OutputFile(out, BATCH)
-
-
-def test_an_output_that_is_not_a_regular_file_is_refused():
     for path in (Path("/dev/full"), Path("/dev/null")):
         with pytest.raises(OutputRefused, match=str(path)):
             OutputFile(path, BATCH)

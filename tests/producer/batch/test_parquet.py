@@ -58,12 +58,18 @@ def test_a_body_may_be_json_text_for_the_url_of_its_row(tmp_path):
         assert caught.value.custom_id == "2"
 
 
-def test_prompts_are_in_the_column_that_is_named_and_have_the_template(tmp_path):
+def test_prompts_are_in_the_column_that_is_named_and_have_the_template_and_another_makes_another_batch(tmp_path):
     columns = {"prompt": ["not me"] * 2, "q": ["one", None]}
-    with opened(tmp_path, columns, Prompts("A {}."), "q") as lines:
-        assert asked(lines, 1) == ("1", "A one.")
-        with pytest.raises(BadLine, match="neither a text nor a list of messages"):
-            lines.line(2, ANY)
+    digests = []
+    for kind in ((Prompts("A {}."), "q"), (Prompts(), "q"), (Prompts(),), (Prompts(), "prompt")):
+        with opened(tmp_path, columns, *kind) as lines:
+            digests.append(lines.digest)
+            if kind == (Prompts("A {}."), "q"):
+                assert asked(lines, 1) == ("1", "A one.")
+                with pytest.raises(BadLine, match="neither a text nor a list of messages"):
+                    lines.line(2, ANY)
+    assert digests[2] == digests[3]
+    assert len(set(digests)) == 3
 
 
 def test_conversations_are_taken_before_prompts_and_have_no_template(tmp_path):
@@ -115,29 +121,16 @@ def test_a_large_row_group_is_read_in_pieces(tmp_path):
     assert max(sizes) < 2 * 2**20
 
 
-def test_another_column_or_template_makes_another_batch(tmp_path):
-    columns = {"prompt": ["x"], "q": ["y"]}
-    digests = []
-    for kind in ((Prompts(),), (Prompts(), "prompt"), (Prompts(), "q"), (Prompts("A {}"),)):
-        with opened(tmp_path, columns, *kind) as lines:
-            digests.append(lines.digest)
-    assert digests[0] == digests[1]
-    assert len(set(digests)) == 3
-
-
-def test_a_file_that_is_no_table_or_has_not_the_columns_is_refused(tmp_path):
-    (tmp_path / "in.parquet").write_text("PAR1")
+def test_a_file_that_is_no_table_or_has_not_the_columns_or_is_written_to_meanwhile_is_refused(tmp_path):
+    path = tmp_path / "in.parquet"
+    path.write_text("PAR1")
     with pytest.raises(ValueError, match="no Parquet file"):
-        ParquetRows(tmp_path / "in.parquet")
+        ParquetRows(path)
     for arguments, missing in (((), "body"), ((Prompts(),), "prompt"), ((Prompts(), "q"), "q")):
         with pytest.raises(ValueError, match=f"no column '{missing}'; it has 'a', 'b'"):
             opened(tmp_path, {"a": [1], "b": [2]}, *arguments)
-
-
-def test_a_table_that_is_written_to_meanwhile_is_noticed(tmp_path):
     with opened(tmp_path, {"prompt": ["x"] * 2}, Prompts()) as lines:
-        with (tmp_path / "in.parquet").open("ab") as file:
-            file.write(b"x")
+        path.write_bytes(path.read_bytes() + b"x")
         with pytest.raises(InputChanged):
             lines.line(1, ANY)
 
