@@ -15,11 +15,11 @@ pytestmark = pytest.mark.server
 BASE = {"job_id": "j", "agent_id": "a"}
 INFO = {
     **BASE, "action": "info", "exists": True, "version": 3, "tokens": 40, "messages": 2, "cached_tokens": 40,
-    "own_bytes": 500, "last_used": "2026-01-01T00:00:00+00:00",
+    "own_bytes": 500, "last_used": "\x1b[2J\nstate  fine",
     "versions": [{"version": 1, "tokens": 10}, {"version": 2, "tokens": 20, "job_id": "x"}],
 }  # fmt: skip
 ANSWERS = {
-    ("info", "a"): (INFO, "rollback  to 1, 2"),
+    ("info", "a"): (INFO, r"last used \x1b[2J\nstate  fine"),
     ("forget", "nobody", "--yes"): (
         {**BASE, "agent_id": "nobody", "action": "forget", "existed": False, "version": 0},
         "there is no agent 'nobody'",
@@ -71,15 +71,17 @@ def test_each_command_submits_one_job_and_prints_its_result(stoker, requests, ar
     asked, answers = requests
     result, words = ANSWERS[arguments]
     answers += [result, result]
-    code, out, err = stoker("agent", *arguments)
+    code, text, err = stoker("agent", *arguments)
     assert (code, err) == (0, "")
-    assert words in out
+    assert words in text
     code, out, err = stoker("agent", *arguments, "--json")
     assert code == 0
     shown = json.loads(out)
     assert {name: shown[name] for name in result if name != "versions"}.items() <= result.items()
     assert asked[0] == asked[1]
     assert (asked[0]["v"], asked[0]["action"], asked[0]["agent_id"]) == (1, arguments[0], arguments[1])
+    if arguments[0] == "info":
+        assert "rollback  to 1, 2" in text
     if arguments[0] == "rollback":
         assert (asked[0]["version"], asked[0]["expect_version"]) == (2, 3)
 
@@ -110,30 +112,16 @@ def test_forget_does_not_wait_for_the_jobs_that_it_removes(connection, stoker, p
     assert not connection.exists(f"rq:job:{waiting.job_id}")
 
 
-def test_a_failed_change_is_exit_code_1_with_the_reason(stoker, requests):
+def test_an_unknown_agent_is_exit_code_1_with_the_reason(stoker, requests):
     _, answers = requests
-    answers += ["AgentNotFound: there is no agent 'a'"]
-    code, out, err = stoker("agent", "rollback", "a")
-    assert (code, out) == (1, "")
-    assert "AgentNotFound: there is no agent 'a'" in err
-
-
-def test_what_a_worker_tells_of_an_agent_gives_the_terminal_no_orders(stoker, requests):
-    _, answers = requests
-    answers += [{**INFO, "last_used": "\x1b[2J\nstate  fine"}]
-    code, out, _ = stoker("agent", "info", "a")
-    assert code == 0
-    assert r"last used \x1b[2J\nstate  fine" in out
-
-
-def test_info_of_an_unknown_agent_is_exit_code_1(stoker, requests):
-    _, answers = requests
-    answers += [{**BASE, "agent_id": "nobody", "action": "info", "exists": False}] * 2
-    code, out, err = stoker("agent", "info", "nobody")
-    assert (code, out, err) == (1, "", "AgentNotFound: there is no agent 'nobody'\n")
+    reason = "there is no agent 'nobody'"
+    answers += [{**BASE, "agent_id": "nobody", "action": "info", "exists": False}] * 2 + [f"AgentNotFound: {reason}"]
+    assert stoker("agent", "info", "nobody") == (1, "", f"AgentNotFound: {reason}\n")
     code, out, err = stoker("agent", "info", "nobody", "--json")
     assert (code, err) == (1, "")
-    assert json.loads(out) == {"error": {"type": "AgentNotFound", "message": "there is no agent 'nobody'"}}
+    assert json.loads(out) == {"error": {"type": "AgentNotFound", "message": reason}}
+    code, out, err = stoker("agent", "rollback", "nobody")
+    assert (code, out, f"AgentNotFound: {reason}" in err) == (1, "", True)
 
 
 def test_forget_asks_first(stoker):

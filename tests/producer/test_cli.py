@@ -9,6 +9,7 @@ import pytest
 from redis import Redis
 from tests.producer.played_worker import PlayedWorker
 
+from stoker import connection
 from stoker.cli import cli
 
 pytestmark = pytest.mark.server
@@ -16,8 +17,8 @@ pytestmark = pytest.mark.server
 
 @pytest.fixture
 def worker(redis_url):
-    with Redis.from_url(redis_url) as connection:
-        yield PlayedWorker(connection)
+    with Redis.from_url(redis_url) as server:
+        yield PlayedWorker(server)
 
 
 def test_submit_with_an_id_of_ones_own_makes_no_second_job(stoker, worker):
@@ -30,83 +31,50 @@ def test_submit_with_an_id_of_ones_own_makes_no_second_job(stoker, worker):
     assert err.startswith("DuplicateJob: job_id: 'mine'")
 
 
-def test_result_prints_the_text_and_keeps_the_numbers_off_stdout(stoker, worker):
-    _, job_id, _ = stoker("submit", "--agent", "a", "--prompt", "hi", "--queue", "q")
-    worker.finish(job_id.strip(), text="hello")
-    code, out, err = stoker("result", job_id.strip(), "--timeout-s", "5")
+def test_the_text_alone_is_on_stdout_and_json_is_one_object(stoker, worker):
+    submitted = json.loads(stoker("submit", "--agent", "a", "--prompt", "hi", "--queue", "q", "--json")[1])
+    job_id, warning = submitted["job_id"], "no worker listens to 'q', nor to any queue"
+    assert submitted["warning"] == warning
+    assert json.loads(stoker("status", job_id, "--json")[1]) == {
+        "job_id": job_id, "state": "queued", "position": 0, "worker": None,
+        "stage": None, "tokens": None, "tokens_per_s": None, "warning": warning,
+    }  # fmt: skip
+    worker.finish(job_id)
+    code, out, err = stoker("result", job_id, "--timeout-s", "5")
     assert (code, out) == (0, "hello\n")
     assert "2 tokens" in err
     assert "4 of 10 prompt tokens" in err
-
-
-def test_json_is_one_object_for_each_command(stoker, worker):
-    job_id = json.loads(stoker("submit", "--agent", "a", "--prompt", "hi", "--json")[1])["job_id"]
-    assert json.loads(stoker("status", job_id, "--json")[1]) == {
-        "job_id": job_id, "state": "queued", "position": 0, "worker": None,
-        "stage": None, "tokens": None, "tokens_per_s": None, "warning": None,
-    }  # fmt: skip
-    worker.finish(job_id)
     code, out, err = stoker("result", job_id, "--json")
     assert (code, err, json.loads(out)["text"]) == (0, "", "hello")
     assert json.loads(stoker("cancel", job_id, "--json")[1]) == {"job_id": job_id, "canceled": False}
-
-
-def test_the_text_is_printed_as_it_comes_and_the_numbers_beside_it(stoker, worker, redis_url):
-    stoker("submit", "--agent", "a", "--prompt", "hi", "--job-id", "mine")
-    with Redis.from_url(redis_url) as connection:
-        connection.xadd("stoker:stream:mine", {"run": "1", "kind": "whole", "text": "he"})
-    worker.finish("mine", text="hello")
-    code, out, err = stoker("submit", "--agent", "a", "--prompt", "hi", "--job-id", "mine", "--stream")
-    assert (code, out) == (0, "hello\n")
-    assert "2 tokens" in err
     assert stoker("submit", "--message", "m", "--stream", "--json")[0] == 2
 
 
-def test_a_queue_that_no_worker_listens_to_is_named(stoker):
-    said = "no worker listens to 'genrate', nor to any queue"
-    job_id = json.loads(stoker("submit", "--message", "m", "--queue", "genrate", "--json")[1])
-    assert job_id.pop("warning") == said
-    assert said in stoker("status", job_id["job_id"])[1]
-    assert said in stoker("submit", "--message", "m", "--queue", "genrate", "--wait", "--timeout-s", "0")[2]
-
-
-def test_a_failed_job_is_exit_code_1_with_one_line_or_one_object(stoker, worker):
-    _, out, _ = stoker("submit", "--agent", "a", "--prompt", "hi")
-    job_id = out.strip()
+def test_a_job_that_failed_or_was_canceled_is_exit_code_1_with_one_line_or_one_object(stoker, worker):
+    job_id = stoker("submit", "--agent", "a", "--prompt", "hi")[1].strip()
     worker.fail(job_id, "GenerationTimedOut: after 5 s", partial="so far")
-    code, out, err = stoker("result", job_id)
-    assert (code, out) == (1, "")
-    assert err == f"JobFailed: job {job_id}: failed: GenerationTimedOut: after 5 s\n"
+    message = f"job {job_id}: failed: GenerationTimedOut: after 5 s"
+    assert stoker("result", job_id) == (1, "", f"JobFailed: {message}\n")
     code, out, err = stoker("result", job_id, "--json")
     assert (code, err) == (1, "")
     assert json.loads(out)["error"] == {
-        "type": "JobFailed",
-        "message": f"job {job_id}: failed: GenerationTimedOut: after 5 s",
-        "job_id": job_id,
-        "kind": "GenerationTimedOut",
-        "reason": "GenerationTimedOut: after 5 s",
-        "retryable": False,
-        "partial_text": "so far",
-    }
+        "type": "JobFailed", "message": message, "job_id": job_id, "kind": "GenerationTimedOut",
+        "reason": "GenerationTimedOut: after 5 s", "retryable": False, "partial_text": "so far",
+    }  # fmt: skip
+    canceled = stoker("submit", "--agent", "a", "--prompt", "hi")[1].strip()
+    for command in ("cancel", "status"):
+        assert stoker(command, canceled)[:2] == (0, "canceled\n")
+    code, _, err = stoker("result", canceled)
+    assert (code, err.partition(":")[0]) == (1, "JobCanceled")
 
 
 def test_a_job_that_does_not_end_in_time_keeps_its_id_in_view(stoker):
-    code, out, err = stoker("submit", "--agent", "a", "--prompt", "hi", "--wait", "--timeout-s", "0")
-    assert (code, out) == (1, "")
-    assert err.startswith("job ")
-    code, out, _ = stoker("submit", "--agent", "a", "--prompt", "hi", "--wait", "--timeout-s", "0", "--json")
-    assert code == 1
-    assert json.loads(out)["error"]["type"] == "ResultTimeout"
-    assert json.loads(out)["error"]["job_id"]
-
-
-def test_the_error_of_a_canceled_job_is_job_canceled(stoker):
-    _, out, _ = stoker("submit", "--agent", "a", "--prompt", "hi")
-    assert stoker("cancel", out.strip())[:2] == (0, "canceled\n")
-    assert stoker("status", out.strip())[:2] == (0, "canceled\n")
-    code, _, err = stoker("result", out.strip())
-    assert code == 1
-    assert err.startswith("JobCanceled")
+    wait = ("submit", "--agent", "a", "--prompt", "hi", "--wait", "--timeout-s", "0")
+    code, out, err = stoker(*wait)
+    assert (code, out, err[:4]) == (1, "", "job ")
+    code, out, _ = stoker(*wait, "--json")
+    error = json.loads(out)["error"]
+    assert (code, error["type"], bool(error["job_id"])) == (1, "ResultTimeout", True)
 
 
 @pytest.mark.parametrize(
@@ -135,12 +103,13 @@ def test_a_wrong_command_is_exit_code_2_on_stderr_or_as_one_object(stoker, argum
     assert "hunter2" not in out
 
 
-@pytest.mark.parametrize("command", ["status x", pytest.param("submit --message hi", marks=pytest.mark.slow)])
-def test_no_server_is_exit_code_1_and_one_line_without_the_password(stoker, command):
-    code, out, err = stoker("--redis", "redis://:hunter2@127.0.0.1:1", *command.split())
-    assert (code, out, err.count("\n")) == (1, "", 1)
-    assert err.startswith("RedisUnavailable: no Redis server answers at 127.0.0.1:1")
-    assert "hunter2" not in err
+def test_no_server_is_exit_code_1_and_one_line_without_the_password(stoker, monkeypatch):
+    monkeypatch.setattr(connection, "_RETRIES", 1)  # each retry takes a while
+    for command in (["status", "x"], ["submit", "--message", "hi"]):
+        code, out, err = stoker("--redis", "redis://:hunter2@127.0.0.1:1", *command)
+        assert (code, out, err.count("\n")) == (1, "", 1)
+        assert err.startswith("RedisUnavailable: no Redis server answers at 127.0.0.1:1")
+        assert "hunter2" not in err
 
 
 def test_a_server_that_other_machines_can_reach_needs_tokens(stoker):
@@ -187,9 +156,9 @@ def test_every_command_has_help_with_examples_that_parse(command, tmp_path, monk
 
 @pytest.mark.parametrize("command", ["cancel j", "status j", "result j", "trust ls", "batch ls", "batch status b"])
 def test_a_key_of_another_type_is_no_server_that_is_away(stoker, redis_url, command):
-    with Redis.from_url(redis_url) as connection:
+    with Redis.from_url(redis_url) as server:
         for key in ("rq:job:j", "stoker:trust", "stoker:batch::all", "stoker:batch:b"):
-            connection.set(key, "something else")
+            server.set(key, "something else")
         code, out, err = stoker(*command.split())
     assert (code, out) == (1, "")
     assert re.match(r"WrongKeyType: a key at [\w.:/-]+ is of another type than stoker's: .*WRONGTYPE ", err)

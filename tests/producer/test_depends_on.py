@@ -67,25 +67,22 @@ def test_a_job_whose_dependency_ends_between_the_read_and_the_write_is_enqueued_
     assert connection.zcard("rq:deferred:generate") == 0
 
 
-def test_a_dependent_of_a_failed_job_runs_only_if_it_may(producer, redis_url, tmp_path):
-    failed = producer.submit(agent_id="a", prompt="fail because", max_tokens=4)
-    waits = producer.submit(agent_id="b", prompt="x", max_tokens=4, depends_on=failed)
-    runs = producer.submit(agent_id="c", prompt="x", max_tokens=4, depends_on=failed, allow_dependency_failures=True)
-    with running_worker(redis_url, tmp_path / "store"):
+def test_a_job_that_fails_is_tried_as_often_as_asked_and_its_dependents_run_only_if_they_may(
+    producer, connection, redis_url, tmp_path
+):
+    asked = {"once": None, "twice-more": 2, "later": Retry(1, [1])}
+    once, *again = [
+        producer.submit(agent_id=why, prompt=f"fail {why}", max_tokens=4, retry=retry) for why, retry in asked.items()
+    ]
+    may = {"depends_on": once, "allow_dependency_failures": True}
+    waits = producer.submit(agent_id="b", prompt="x", max_tokens=4, depends_on=once)
+    runs = producer.submit(agent_id="c", prompt="x", max_tokens=4, **may)
+    with running_worker(redis_url, tmp_path / "store") as worker:
+        errors = producer.results([once, *again], timeout_s=60, return_errors=True)
         assert runs.result(timeout_s=60).text
         assert waits.status().state == "deferred"
-        late = producer.submit(
-            agent_id="d", prompt="x", max_tokens=4, depends_on=failed, allow_dependency_failures=True
-        )
-        assert late.result(timeout_s=60).text
-
-
-@pytest.mark.parametrize(("retry", "runs"), [(None, 1), (2, 3), (Retry(1, [1]), 2)])
-def test_a_job_that_fails_is_tried_again_as_often_as_asked(producer, connection, redis_url, tmp_path, retry, runs):
-    ticket = producer.submit(agent_id="a", prompt="fail because", max_tokens=4, retry=retry)
-    with running_worker(redis_url, tmp_path / "store") as worker:
-        [error] = producer.results([ticket], timeout_s=60, return_errors=True)
-    assert isinstance(error, JobFailed)
-    assert (error.kind, error.retryable) == ("EngineFailed", True)
-    assert worker.log.count("error=EngineFailed reason=because") == runs
-    assert connection.hget(f"rq:job:{ticket.job_id}", "retries_left") == (None if retry is None else b"0")
+        assert producer.submit(agent_id="d", prompt="x", max_tokens=4, **may).result(timeout_s=60).text
+    assert [(type(error), error.kind, error.retryable) for error in errors] == [(JobFailed, "EngineFailed", True)] * 3
+    assert [worker.log.count(f"error=EngineFailed reason={why}") for why in asked] == [1, 3, 2]
+    left = [connection.hget(f"rq:job:{ticket.job_id}", "retries_left") for ticket in (once, *again)]
+    assert left == [None, b"0", b"0"]

@@ -51,7 +51,7 @@ def test_entries_read_together_are_one_chunk_and_the_rest_comes_from_the_result(
     assert list(reading) == [TextChunk("o")]
 
 
-def test_another_run_restarts_the_text(worker, ticket, say):
+def test_another_run_restarts_the_text_also_if_it_was_not_streamed(worker, ticket, say):
     say("1", "whole", "one")
     reading = ticket.stream(timeout_s=30)
     assert next(reading) == TextChunk("one")
@@ -60,23 +60,8 @@ def test_another_run_restarts_the_text(worker, ticket, say):
     say("2", "more", "two")
     assert next(reading) == Restarted()
     assert next(reading) == TextChunk("two")
-    worker.finish(ticket.job_id, text="two.")
-    assert list(reading) == [TextChunk(".")]
-
-
-def test_a_reader_that_begins_in_the_second_run_sees_nothing_of_the_first(worker, ticket, say):
-    say("2", "whole", "two")
-    worker.finish(ticket.job_id, text="two")
-    assert list(ticket.stream(timeout_s=30)) == [TextChunk("two")]
-
-
-def test_a_result_with_another_text_is_read_whole_after_a_restart(worker, ticket, say):
-    """As if the last run had not been streamed."""
-    say("1", "whole", "one")
-    reading = ticket.stream(timeout_s=30)
-    assert next(reading) == TextChunk("one")
-    worker.finish(ticket.job_id, text="two")
-    assert list(reading) == [Restarted(), TextChunk("two")]
+    worker.finish(ticket.job_id, text="three")
+    assert list(reading) == [Restarted(), TextChunk("three")]
 
 
 def test_text_has_the_markers_of_its_run_as_far_as_they_are_known(worker, ticket, say):

@@ -13,6 +13,7 @@ from rq.serializers import JSONSerializer
 from tests.producer.played_worker import PlayedWorker
 from tests.support.server_fixture import require_server_program
 
+import stoker.connection
 import stoker.waiting
 from stoker import JobCanceled, JobFailed, JobNotFound, Producer, RedisUnavailable, ResultTimeout
 from stoker.operations import Commands
@@ -120,6 +121,7 @@ def test_a_wait_survives_the_servers_death_and_return(tmp_path, each_step, n_job
 @pytest.mark.slow
 def test_a_server_that_stays_away_ends_the_wait_as_redis_unavailable(tmp_path, blocked, monkeypatch):
     require_server_program()
+    monkeypatch.setattr(stoker.connection, "_RETRIES", 1)  # each retry takes a while
     monkeypatch.setattr(stoker.waiting, "GIVE_UP_S", 0.5)
     with EmbeddedServer(tmp_path / "redis") as server, Producer(server.url) as producer:
         tickets = [producer.submit(agent_id="a", prompt="x") for _ in range(2)]
