@@ -24,8 +24,6 @@ def nested(depth: int) -> dict[str, object]:
         ({**WITH_PROMPT, "max_tokenz": 5}, "max_tokenz"),
         ({**WITH_PROMPT, "max_tokens": "5"}, "max_tokens"),
         ({**WITH_PROMPT, "max_tokens": 0}, "add no turn to an agent"),
-        ({**WITH_PROMPT, "max_tokens": 5.0}, "max_tokens"),
-        ({**WITH_PROMPT, "max_tokens": True}, "max_tokens"),
         ({**WITH_PROMPT, "max_tokens": None}, "max_tokens"),
         ({"agent_id": "a", "prompt": ""}, "prompt"),
         ({"agent_id": "a", "prompt": SECRET + "\ud800"}, "prompt"),
@@ -42,7 +40,6 @@ def nested(depth: int) -> dict[str, object]:
         ({**WITH_PROMPT, "agent_id": ""}, "agent_id"),
         ({**WITH_PROMPT, "agent_id": "x" * 201}, "agent_id"),
         ({**WITH_PROMPT, "agent_id": "a\nb"}, "agent_id"),
-        ({**WITH_PROMPT, "agent_id": "a\x00b"}, "agent_id"),
         ({**WITH_PROMPT, "agent_id": "a\u202eb"}, "agent_id"),
         ({**WITH_PROMPT, "agent_id": "a\ud800"}, "agent_id"),
         ({**WITH_PROMPT, "agent_id": 7}, "agent_id"),
@@ -52,16 +49,13 @@ def nested(depth: int) -> dict[str, object]:
         ({**WITH_PROMPT, "session": "s"}, "'session' or 'agent_id'"),
         ({"agent_id": "a", "messages": []}, "messages"),
         ({"agent_id": "a", "messages": SECRET}, "messages"),
-        ({"agent_id": "a", "messages": [SECRET]}, "messages.0"),
         ({"agent_id": "a", "messages": [{"content": SECRET}]}, "messages.0.role"),
         ({"agent_id": "a", "messages": [{"role": "user"}]}, "messages.0: 'content'"),
         ({"agent_id": "a", "messages": [{"role": "user", "content": None}]}, "messages.0: 'content'"),
         ({"agent_id": "a", "messages": [{"role": "user", "content": 7}]}, "messages.0.content"),
         ({"agent_id": "a", "messages": [{"role": "user", "content": SECRET + "\ud800"}]}, "'messages'"),
         ({**WITH_PROMPT, "temperature": float("nan")}, "temperature"),
-        ({**WITH_PROMPT, "temperature": float("inf")}, "temperature"),
         ({**WITH_PROMPT, "temperature": -0.1}, "temperature"),
-        ({**WITH_PROMPT, "temperature": "0"}, "temperature"),
         ({**WITH_PROMPT, "top_p": 0.0}, "top_p"),
         ({**WITH_PROMPT, "top_k": 0}, "top_k"),
         ({**WITH_PROMPT, "min_p": 1.1}, "min_p"),
@@ -81,7 +75,6 @@ def nested(depth: int) -> dict[str, object]:
         ({**WITH_PROMPT, "metadata": {"a": "\ud800"}}, "metadata"),
         ({**WITH_PROMPT, "metadata": {"a": "x" * 513}}, "metadata"),
         ({**WITH_PROMPT, "v": 0}, "v"),
-        ({**WITH_PROMPT, "v": "1"}, "v"),
     ],
 )
 def test_a_bad_request_is_refused_by_the_fields_name_and_without_the_prompt(fields, named):
@@ -92,44 +85,28 @@ def test_a_bad_request_is_refused_by_the_fields_name_and_without_the_prompt(fiel
     assert "\n" not in str(caught.value)
 
 
-def test_a_field_name_that_is_not_printable_still_gives_one_printable_line():
-    with pytest.raises(InvalidRequest) as caught:
-        build_request({**WITH_PROMPT, "bad\nname": 1})
+def test_a_refusal_is_one_short_printable_line():
+    with pytest.raises(InvalidRequest, match="and 992 more") as caught:
+        build_request({**WITH_PROMPT, "bad\nname": 1, **{f"field{i}": 0 for i in range(999)}})
     assert str(caught.value).isprintable()
 
 
-def test_a_thousand_problems_are_not_a_thousand_lines():
-    with pytest.raises(InvalidRequest, match="and 992 more"):
-        build_request({"agent_id": "a", "prompt": "x", **{f"field{i}": 0 for i in range(1000)}})
+def test_any_printable_name_is_an_agent_id():
+    for agent_id in ("../../etc/passwd", "a/b", ".", "🦊", "👩‍💻", " spaces ", "x" * 200, "日本語"):
+        assert build_request({**WITH_PROMPT, "agent_id": agent_id}).agent_id == agent_id
 
 
-@pytest.mark.parametrize("agent_id", ["../../etc/passwd", "a/b", ".", "🦊", "👩‍💻", " spaces ", "x" * 200, "日本語"])
-def test_any_printable_name_is_an_agent_id(agent_id):
-    assert build_request({**WITH_PROMPT, "agent_id": agent_id}).agent_id == agent_id
-
-
-def test_a_newer_version_is_refused_with_both_numbers_before_its_unknown_fields():
+def test_every_version_so_far_has_the_same_fields_and_a_newer_one_is_refused_before_its_unknown_fields():
+    for v in range(1, 6):
+        assert build_request({"prompt": "x", "task": "t", "v": v}).as_payload() == {"v": 5, "prompt": "x", "task": "t"}
     with pytest.raises(RequestVersionTooNew, match=r"v 6.*v 5"):
         build_request({**WITH_PROMPT, "v": 6, "field_of_v6": True})
 
 
-@pytest.mark.parametrize("v", [1, 2, 3, 4, 5])
-def test_every_version_so_far_has_the_same_fields(v):
-    assert build_request({"prompt": "x", "task": "t", "v": v}).as_payload() == {"v": 5, "prompt": "x", "task": "t"}
-
-
-@pytest.mark.parametrize(
-    ("fields", "access"),
-    [
-        ({}, "none"),
-        ({"cache": "read"}, "none"),
-        ({"agent_id": "a"}, "write"),
-        ({"agent_id": "a", "cache": "read"}, "read"),
-        ({"agent_id": "a", "cache": "off"}, "none"),
-    ],
-)
-def test_the_cache_field_decides_how_the_agents_memory_is_used(fields, access):
-    assert build_request({"prompt": "x", **fields}).access == access
+def test_the_cache_field_decides_how_the_agents_memory_is_used():
+    uses = {"readwrite": "write", "read": "read", "off": "none"}
+    assert {cache: build_request({"prompt": "x", "agent_id": "a", "cache": cache}).access for cache in uses} == uses
+    assert build_request({"prompt": "x"}).access == build_request({"prompt": "x", "cache": "read"}).access == "none"
 
 
 def test_a_prompt_of_fifty_megabytes_is_too_large():

@@ -49,9 +49,6 @@ class Browser:
         )
         return done.stdout
 
-    def screenshot(self, url: str, path: Path) -> None:
-        subprocess.run([*self._command, f"--screenshot={path}", url], capture_output=True, timeout=120, check=True)
-
 
 @pytest.fixture
 def browser(tmp_path: Path) -> Browser:

@@ -72,9 +72,7 @@ class InMemoryQueue(QueuePort):
         self.is_held = True
         self.away = False
         self.serving: Serving | None = None
-        self.hung_up = False
         self.given_back: list[str] = []
-        self.dropped: list[str] = []
         self._numbers = itertools.count()
         self._is_at_hand = is_at_hand
         self._passed_over = PassedOver()
@@ -249,7 +247,7 @@ class InMemoryQueue(QueuePort):
         return False
 
     def hang_up(self) -> None:
-        self.hung_up = True
+        pass
 
     # --- for its jobs ---
 
@@ -341,7 +339,6 @@ class InMemoryJob(ClaimedJob):
     def drop(self) -> None:
         with self.owner.lock:
             self.owner.ask()
-            self.owner.dropped.append(self.job_id)
 
     def release(self) -> None:
         self.owner.remove(self)
