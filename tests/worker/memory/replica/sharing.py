@@ -16,10 +16,11 @@ import pytest
 from tests.support.private_server import free_port
 from tests.worker.memory.agents import AgentOf, FastDisk
 
+from stoker_shared.agents import AgentResult, build_agent_request
 from stoker_worker.memory.replica.bucket import Bucket
 from stoker_worker.memory.replica.shared_replica import SharedReplica
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.ports import AgentVersion
+from stoker_worker.ports import AgentVersion, Delivery
 
 
 class SharedAgent(AgentOf[AgentCacheStore]):
@@ -141,6 +142,13 @@ class Machine:
 
     def agent(self, name: str = "agent", **fields: object) -> SharedAgent:
         return SharedAgent(self.store, name, jobs=self._jobs, **fields)  # type: ignore[arg-type]
+
+    def run(self, action: str, agent_id: str = "agent", **fields: object) -> AgentResult:
+        """A job about an agent's memory; each action comes once for an agent."""
+        request = build_agent_request({"action": action, "agent_id": agent_id, **fields})
+        delivery = Delivery(f"{action}-{agent_id}", "now")
+        assert self.store.agent_jobs.answer(request, delivery) is None
+        return self.store.agent_jobs.run(request, delivery)
 
     def write_behind(self) -> None:
         """As the thread does, until nothing is left."""

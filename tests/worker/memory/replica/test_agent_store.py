@@ -25,7 +25,7 @@ from tests.worker.memory.agents import (
 )
 from tests.worker.memory.replica.sharing import BOTH, Machine, Share, SharedAgent
 
-from stoker_shared.agents import AgentResult, build_agent_request
+from stoker_shared.agents import build_agent_request
 from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict, SharedStoreAway, VersionTaken
 from stoker_worker.memory import cache_index, transcripts
 from stoker_worker.memory.blocks import read_place
@@ -102,18 +102,6 @@ def test_an_edited_conversation_goes_on_from_a_checkpoint_of_another_machine(
 
 
 @BOTH
-def test_an_agent_goes_back_and_forth(machine: Start, share: Share) -> None:
-    one, two = machine("one"), machine("two")
-    for n in range(1, 11):
-        here = (one, two)[n % 2]
-        assert here.agent().say(LONG[: 40 * n]) == n
-        here.write_behind()
-        assert cached(here.agent(), LONG[: 40 * n]) == 40 * n
-    assert len(versions(share)) == 10
-    assert not [problem for m in (one, two) for problem in problems_of(m.store)]
-
-
-@BOTH
 def test_two_machines_never_write_one_version(machine: Start, share: Share) -> None:
     one, two = machine("one"), machine("two")
     one.agent().say(LONG[:300])
@@ -184,22 +172,10 @@ def test_cache_files_of_a_turn_that_a_crash_cut_short_are_not_those_of_the_next_
         two.agent().say(LONG[:320])
         assert one.agent().tokens() == LONG[:320]
     elif next_one == "a rollback":
-        run(one, "rollback", version=1)
+        one.run("rollback", version=1)
     else:
-        run(one, "fork", "whole blocks", target="agent")
+        one.run("fork", "whole blocks", target="agent")
     assert not problems_of(one.store)
-
-
-def test_a_stale_machine_cannot_save_and_then_has_what_the_other_wrote(machine: Start) -> None:
-    stale, other = machine("stale"), machine("other")
-    stale.agent().say(LONG[:300])
-    turn = stale.agent().turn(LONG[:400])
-    for n in (310, 350, 700):
-        other.agent().say(LONG[:n])
-    with pytest.raises(VersionTaken, match="another worker"):
-        stale.store.save(turn)
-    assert (stale.agent().open().number, stale.agent().tokens()) == (4, LONG[:700])
-    assert stale.agent().say(LONG[:800]) == 5
 
 
 def test_another_run_of_the_job_has_made_the_version(machine: Start) -> None:
@@ -244,18 +220,6 @@ def test_a_number_that_is_closed_is_taken_from_a_turn_that_is_on_its_way(machine
 # --- deliveries ---
 
 
-def test_a_delivery_is_answered_at_another_worker_after_many_turns(machine: Start) -> None:
-    one, two = machine("one"), machine("two")
-    turn = one.agent().turn(LONG[:10])
-    one.store.save(turn)
-    for n in range(2, 40):
-        one.agent().say(LONG[: 10 * n])
-    two.store.look("agent")
-    assert two.store.answer("agent", turn.delivery) == turn.result
-    assert two.store.answer("agent", replace(turn.delivery, job_id="other")) is None
-    assert not problems_of(two.store)
-
-
 def test_deliveries_of_an_agent_that_goes_back_and_forth_are_not_kept_for_ever(machine: Start) -> None:
     machines = machine("one"), machine("two")
     for n in range(1, 20):
@@ -293,7 +257,7 @@ def test_a_delivery_from_before_a_forget_never_becomes_a_turn_again(machine: Sta
     one, two = machine("one"), machine("two")
     turn = one.agent().turn(LONG[:10])
     one.store.save(turn)
-    forgotten = run(one, "forget")
+    forgotten = one.run("forget")
     for n in range(n_turns):
         one.agent().say(LONG[: 20 + n])
     for m in (one, two):
@@ -304,17 +268,6 @@ def test_a_delivery_from_before_a_forget_never_becomes_a_turn_again(machine: Sta
         known = m.store.agent_jobs.answer(request, Delivery("forget-agent", "now"))
         assert known is not None
         assert (known.model_dump()["version"], known.agent_id) == (forgotten.model_dump()["version"], "agent")
-
-
-def test_a_rollback_that_comes_again_at_another_worker_is_answered(machine: Start) -> None:
-    one, two = machine("one"), machine("two")
-    for n in (10, 20):
-        one.agent().say(LONG[:n])
-    back = run(one, "rollback")
-    for n in range(3, 30):
-        one.agent().say(LONG[: 10 * n])
-    request = build_agent_request({"action": "rollback", "agent_id": "agent"})
-    assert two.store.agent_jobs.answer(request, Delivery("rollback-agent", "now")) == back
 
 
 # --- the shared store is away ---
@@ -336,7 +289,7 @@ def test_while_the_shared_store_is_away_nothing_is_saved_and_nothing_is_lost(
     with pytest.raises(SharedStoreAway):
         one.store.look("agent")
     with pytest.raises(SharedStoreAway):
-        run(one, "forget")
+        one.run("forget")
     assert time.monotonic() - began < 30.0
     assert one.store.is_away()
     assert one.store.open_agent("agent").number == 1
@@ -414,7 +367,7 @@ def test_an_agent_whose_last_version_lost_its_content_keeps_no_other_one_waiting
     one = machine("one")
     one.agent("other").say(LONG[:100])
     one.agent().say(LONG[:100])
-    run(one, "forget")
+    one.run("forget")
     files_below(share.objects / versions_folder("agent"))[-1].unlink()
     two = machine("two")
     with pytest.raises(AgentTranscriptUnreadable, match="version 1 was forgotten") as caught:
@@ -492,45 +445,22 @@ def test_a_damaged_cache_is_a_miss(machine: Start, share: Share, harm: str) -> N
     assert cached(three.agent(), LONG[:910]) == 910
 
 
-def test_an_agent_that_is_damaged_here_is_mended_from_there(machine: Start) -> None:
+@pytest.mark.parametrize("is_away", [False, True])
+def test_an_agent_that_is_damaged_here_is_mended_from_there_and_waits_while_that_is_away(
+    machine: Start, share: Share, is_away: bool
+) -> None:
     one = machine("one")
     for n in range(1, 5):
         one.agent().say(LONG[: 100 * n])
-    one.write_behind()
     one.store.parts.database.commit(lambda c: c.execute("UPDATE turns SET about = '{}' WHERE version = 2"))
+    if is_away:
+        share.go_away()
+        with pytest.raises(SharedStoreAway):
+            one.store.open_agent("agent")
+        share.come_back()
+        one.notice_return()
     assert (one.agent().open().number, one.agent().tokens()) == (4, LONG[:400])
     assert not problems_of(one.store)
-
-
-def test_an_agent_that_is_damaged_here_waits_for_a_shared_store_that_is_away(machine: Start, share: Share) -> None:
-    one = machine("one")
-    one.agent().say(LONG[:100])
-    one.store.look("agent")
-    one.store.parts.database.commit(lambda c: c.execute("UPDATE turns SET about = '{}'"))
-    share.go_away()
-    with pytest.raises(SharedStoreAway):
-        one.store.open_agent("agent")
-    share.come_back()
-    one.notice_return()
-    assert (one.agent().open().number, one.agent().tokens()) == (1, LONG[:100])
-
-
-def test_an_agent_that_is_damaged_here_and_forgotten_elsewhere_is_forgotten(
-    machine: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, two = machine("one"), machine("two")
-    one.agent().say(LONG[:100])
-    one.store.parts.database.commit(lambda c: c.execute("UPDATE turns SET about = '{}'"))
-    newest = one.versions.newest
-
-    def list_too_early(*args: Any) -> int:
-        monkeypatch.undo()
-        number = newest(*args)
-        run(two, "forget")
-        return number
-
-    monkeypatch.setattr(one.versions, "newest", list_too_early)
-    assert (one.store.open_agent("agent").number, one.store.open_agent("agent").transcript) == (2, None)
 
 
 def test_an_agent_that_a_command_brings_in_at_the_same_time_fails_no_look(
@@ -556,24 +486,21 @@ def test_an_agent_that_a_command_brings_in_at_the_same_time_fails_no_look(
 # --- jobs about an agent's memory ---
 
 
-def run(one: Machine, action: str, agent_id: str = "agent", **fields: object) -> AgentResult:
-    request = build_agent_request({"action": action, "agent_id": agent_id, **fields})
-    delivery = Delivery(f"{action}-{agent_id}", "now")
-    assert one.store.agent_jobs.answer(request, delivery) is None
-    return one.store.agent_jobs.run(request, delivery)
-
-
 def test_a_rollback_and_a_fork_are_known_elsewhere(machine: Start) -> None:
     one, two = machine("one"), machine("two")
     one.agent().say(LONG[:300])
     one.agent().say(LONG[:600])
     assert two.agent().tokens() == LONG[:600]
-    run(one, "rollback")
-    run(one, "fork", target="fork")
+    back = one.run("rollback")
+    one.run("fork", target="fork")
     assert (two.agent().open().number, two.agent().tokens()) == (3, LONG[:300])
     assert two.agent("fork").tokens() == LONG[:300]
-    run(two, "fork", "fork", target="other")
+    two.run("fork", "fork", target="other")
     assert one.agent("other").tokens() == LONG[:300]
+    for n in range(3, 30):
+        one.agent().say(LONG[: 10 * n])
+    request = build_agent_request({"action": "rollback", "agent_id": "agent"})
+    assert two.store.agent_jobs.answer(request, Delivery("rollback-agent", "now")) == back
 
 
 @BOTH
@@ -584,7 +511,7 @@ def test_a_forgotten_agent_is_forgotten_everywhere_and_its_numbers_stay_used(mac
     one.write_behind()
     assert cached(two.agent(), LONG[:600]) == 600
     stale = two.agent().turn(LONG[:650])
-    run(one, "forget")
+    one.run("forget")
     one.write_behind()
     with pytest.raises(VersionTaken):
         two.store.save(stale)
@@ -611,7 +538,7 @@ def test_a_checkpoint_there_has_no_tokens_that_were_forgotten_or_replaced(machin
 
     assert n_behind("agent", LONG[:700]) == [88]
     assert n_behind("other", ids(700, seed=1)) == [88, 88]
-    run(one, "forget", "other")
+    one.run("forget", "other")
     # One that leaves the first agent's prompt before the end of its system prompt gets a checkpoint for both.
     assert n_behind("third", (*LONG[:520], *ids(180, seed=2))) == [0]
 
@@ -637,18 +564,6 @@ def test_a_turn_writes_only_what_is_new(machine: Start) -> None:
     assert one.store.shared_use().written_bytes - before < before / 20
 
 
-def test_the_thread_writes_caches_behind_the_turns(machine: Start) -> None:
-    one, two = machine("one"), machine("two", memory_max_bytes=1 << 30)
-    one.store.start_upkeep()
-    one.agent().say(LONG[:600])
-    until = time.monotonic() + 30
-    while not one.bucket.listed("caches") and time.monotonic() < until:  # made when all is there
-        time.sleep(0.02)
-    two.store.look("agent")
-    restored = two.agent().restore((*LONG[:600], 1))
-    assert (restored.source, restored.prefix.n_tokens) == ("disk", 600)
-
-
 def test_a_long_history_is_brought_in_by_its_last_whole_version(
     machine: Start, share: Share, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -663,7 +578,7 @@ def test_a_long_history_is_brought_in_by_its_last_whole_version(
     for n in range(60, 80):
         two.agent().say(LONG[: 10 * n])
     assert one.agent().tokens() == LONG[:790]
-    run(one, "rollback", version=70)
+    one.run("rollback", version=70)
     assert not problems_of(one.store)
 
 
