@@ -4,15 +4,13 @@ import os
 import shutil
 import sqlite3
 import stat
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from tests.support.small_disk import SmallDisk
-from tests.worker.memory.agents import Agent, ids, open_store, reopen
+from tests.worker.memory.agents import Agent, ids, open_store
 
 from stoker_shared.errors import StoreUnusable
 from stoker_worker.memory.store import AgentCacheStore
@@ -38,13 +36,6 @@ def test_a_second_worker_may_stand_by_until_the_first_one_has_ended(tmp_path: Pa
         first.close()
         with closing(second.result(timeout=30)) as store:
             assert Agent(store).tokens() == ids(20)
-
-
-def test_a_dead_process_leaves_no_lock(tmp_path: Path) -> None:
-    script = "import os, sys, pathlib, stoker_worker.memory.store as s\n"
-    script += "s.AgentCacheStore(pathlib.Path(sys.argv[1]))\nos._exit(7)"
-    assert subprocess.run([sys.executable, "-c", script, tmp_path], check=False).returncode == 7
-    open_store(tmp_path).close()
 
 
 def test_a_store_that_fails_while_it_is_opened_is_one_clear_error_and_is_closed_again(tmp_path: Path) -> None:
@@ -189,23 +180,3 @@ def test_only_the_owner_may_read_the_store_while_it_is_open_and_after(tmp_path: 
 
 def modes(folder: Path) -> dict[str, str]:
     return {path.name: stat.filemode(path.stat().st_mode) for path in (folder, *folder.rglob("*"))}
-
-
-def test_leftovers_of_a_crash_are_removed(tmp_path: Path) -> None:
-    open_store(tmp_path).close()
-    (tmp_path / "tmp" / "0.tmp").write_bytes(b"half")
-    with closing(open_store(tmp_path)) as store:
-        Agent(store).say(ids(10))
-    assert list((tmp_path / "tmp").iterdir()) == []
-
-
-def test_a_store_that_is_open_twice_is_whole_for_both(tmp_path: Path) -> None:
-    """A worker and a command."""
-    store = open_store(tmp_path)
-    Agent(store).say(ids(10))
-    with opened(tmp_path) as parts, parts.database.snapshot() as connection:
-        assert connection.execute("SELECT count(*) FROM agents").fetchone() == (1,)
-        Agent(store).say(ids(20))
-    store = reopen(store, tmp_path)
-    assert Agent(store).tokens() == ids(20)
-    store.close()
