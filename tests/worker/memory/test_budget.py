@@ -1,12 +1,12 @@
 """The disk budget of an open store: eviction, pinning, and a usage that equals the disk."""
 
-import dataclasses
 import logging
 import shutil
 import subprocess
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,15 +21,13 @@ from tests.worker.memory.agents import (
     files_below,
     ids,
     make_model,
-    make_transcript,
-    make_turn,
     problems_of,
 )
 
 from stoker_worker.memory import eviction
 from stoker_worker.memory.files import Chunk
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.ports import LoadedModel
+from stoker_worker.ports import LoadedModel, Turn
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
 
 LONG = ids(1300)
@@ -232,90 +230,62 @@ def test_a_block_that_a_save_counts_on_is_not_evicted(tmp_path: Path) -> None:
     assert late.cached((*LONG[:290], 1)) == 290
 
 
-@pytest.mark.parametrize(
-    ("model", "max_bytes"),
-    [(MODEL, 5_500_000), (HYBRID, 5_500_000)],
-    ids=["full", "hybrid"],
-)
+@pytest.mark.parametrize("model", [MODEL, HYBRID], ids=["full", "hybrid"])
 def test_saves_loads_and_evictions_at_once_leave_whole_agents_and_a_right_usage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: LoadedModel, max_bytes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: LoadedModel
 ) -> None:
     monkeypatch.setattr(eviction, "KEEP_UNUSED_S", 0.0)
+    max_bytes = 5_500_000
     store = open_store(tmp_path, max_bytes=max_bytes, memory_max_bytes=200_000)
     readers = [Agent(store, f"reader {number}", model) for number in range(3)]  # no agent has two jobs at once
     for reader in readers:
         reader.say((*LONG[:600], 1))
-    errors: list[BaseException] = []
     done = threading.Event()
 
     def work(name: str) -> None:
-        try:
-            agent = Agent(store, name, model)
-            for number in range(25):
-                prompt = (*LONG[: 300 + 20 * number], *ids(200, seed=number % 5))
-                agent.say(prompt)
-                assert agent.tokens() == prompt
-        except BaseException as error:
-            errors.append(error)
+        agent = Agent(store, name, model)
+        for number in range(25):
+            prompt = (*LONG[: 300 + 20 * number], *ids(200, seed=number % 5))
+            agent.say(prompt)
+            assert agent.tokens() == prompt
 
     def load() -> None:
-        try:
-            while not done.is_set():
-                for reader in readers:
-                    assert reader.tokens() == (*LONG[:600], 1)
-                    reader.restore((*LONG[:600], 1, 2))
-        except BaseException as error:
-            errors.append(error)
+        while not done.is_set():
+            for reader in readers:
+                assert reader.tokens() == (*LONG[:600], 1)
+                reader.restore((*LONG[:600], 1, 2))
 
-    savers = [threading.Thread(target=work, args=(name,)) for name in "abc"]
-    loader = threading.Thread(target=load)
-    for thread in (*savers, loader):
-        thread.start()
-    for thread in savers:
-        thread.join()
-    done.set()
-    loader.join()
+    with ThreadPoolExecutor(4) as threads:
+        loader = threads.submit(load)
+        try:
+            list(threads.map(work, "abc"))
+        finally:
+            done.set()
+        loader.result()
     store.budget.make_room()  # what was in use during the last save is in use no more
-    assert errors == []
     assert problems_of(store) == []
     assert store.budget.total_bytes == disk_bytes(tmp_path)
     assert store.budget.total_bytes <= max_bytes
 
 
-def test_a_failed_save_leaves_the_other_threads_files_alone(tmp_path: Path) -> None:
+def test_a_failed_save_leaves_the_files_of_another_save_alone(tmp_path: Path) -> None:
     """Agent `slow` has staged its block when the save of `failing` breaks off and tidies up behind itself."""
-    staged, failed = threading.Event(), threading.Event()
+    failing: list[Turn] = []
+    results: list[Mapping[str, Any]] = []
 
     class Meeting(FastDisk):
         def rename(self, source: Path, target: Path) -> None:
-            if threading.current_thread().name == "slow" and target.suffix == ".safetensors":
-                staged.set()
-                assert failed.wait(20)
-            elif threading.current_thread().name == "failing" and target.suffix == ".safetensors":
+            if target.suffix == ".safetensors" and failing:
+                results.append(store.save(failing.pop()))
+            elif target.suffix == ".safetensors" and not results:
                 raise OSError("no")
             super().rename(source, target)
 
     store = AgentCacheStore(tmp_path, files=Meeting())
-    slow = make_turn(Agent(store, "slow"), Agent(store, "slow").open(), make_transcript(LONG[:10]), None)
-    slow = dataclasses.replace(slow, cache=Agent(store, "x").turn(LONG[:10]).cache)
-    failing = make_turn(Agent(store, "failing"), Agent(store, "failing").open(), make_transcript(LONG[:20]), None)
-    failing = dataclasses.replace(failing, cache=Agent(store, "x").turn(LONG[:20]).cache)
-    results: list[Mapping[str, Any]] = []
-
-    def fail() -> None:
-        results.append(store.save(failing))
-
-    threads = [
-        threading.Thread(target=store.save, args=(slow,), name="slow"),
-        threading.Thread(target=fail, name="failing"),
-    ]
-    threads[0].start()
-    assert staged.wait(20)
-    threads[1].start()
-    threads[1].join()
-    failed.set()
-    threads[0].join()
+    slow = Agent(store, "slow")
+    failing.append(Agent(store, "failing").turn(LONG[:20]))
+    slow.say(LONG[:10])
     assert "save_error" in results[0]["cache"]
-    assert Agent(store, "slow").tokens() == LONG[:10]
-    assert Agent(store, "slow").cached((*LONG[:10], 1)) == 10
+    assert slow.tokens() == LONG[:10]
+    assert slow.cached((*LONG[:10], 1)) == 10
     assert files_below(tmp_path / "tmp") == []

@@ -1,13 +1,12 @@
 """Cache files: valid safetensors, exact in every dtype, and loaded only if they are the piece asked for."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from stoker_worker.memory.blocks import CachePiece, Fault, bytes_of, empty_layers, fits
+from stoker_worker.memory.blocks import CachePiece, Fault, empty_layers
 from stoker_worker.ports import LayerKV, as_uint16_if_bfloat16
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
 
@@ -82,30 +81,3 @@ def test_a_changed_byte_anywhere_is_noticed(tmp_path: Path) -> None:
 def test_an_intact_file_of_another_piece_is_foreign(tmp_path: Path, asked: CachePiece) -> None:
     path = write(tmp_path / "piece", PIECE, random_layers(PIECE.spec, 3))
     assert load(path, asked)[0] == "foreign"
-
-
-def test_a_file_that_the_system_returns_in_parts_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    layers = random_layers(PIECE.spec, 3)
-    path = write(tmp_path / "piece", PIECE, layers)
-    whole = os.readv
-    monkeypatch.setattr(os, "readv", lambda file, targets: whole(file, [memoryview(targets[0])[:7]]))
-    fault, loaded = load(path, PIECE)
-    assert fault is None
-    assert all(np.array_equal(a, b) for x, y in zip(layers, loaded, strict=True) for a, b in zip(x, y, strict=True))
-
-
-def test_more_layers_than_one_system_call_can_fill_are_no_problem(tmp_path: Path) -> None:
-    spec = ModelCacheSpec((LayerSpec(LayerKind.FULL, 2, 1, 1),) * 600, "float32")
-    piece = replace(PIECE, spec=spec)
-    layers, loaded = random_layers(spec, 3), empty_layers(spec, 3)
-    path = write(tmp_path / "piece", piece, layers)
-    assert piece.load(path, [bytes_of(head) for pair in loaded for array in pair for head in array]) is None
-    assert all(np.array_equal(a, b) for x, y in zip(layers, loaded, strict=True) for a, b in zip(x, y, strict=True))
-
-
-def test_arrays_of_another_shape_or_dtype_do_not_fit() -> None:
-    layers = random_layers(PIECE.spec, 3)
-    assert fits(PIECE.spec, layers, 3)
-    assert not fits(PIECE.spec, layers, 4)
-    assert not fits(PIECE.spec, layers[:1], 3)
-    assert not fits(PIECE.spec, tuple((k.astype(np.float16), v) for k, v in layers), 3)

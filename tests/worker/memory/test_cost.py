@@ -2,13 +2,11 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.worker.memory.agents import Agent, FastDisk, ids, make_model, make_turn, open_store, reopen
+from tests.worker.memory.agents import Agent, FastDisk, ids, make_model, make_turn, open_store, reopen, rows
 
 from stoker_worker.memory.blocks import layout_of
-from stoker_worker.memory.database import Connection, connect
 from stoker_worker.memory.files import Chunk
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import Transcript
@@ -70,9 +68,7 @@ def turns_of(agent: Agent, count: int, *, start: int = 0) -> None:
 
 
 def stored_bytes(store: AgentCacheStore) -> int:
-    with store.parts.database.snapshot() as connection:
-        (sizes,) = connection.execute("SELECT transcript_bytes FROM agents").fetchall()
-    return int(sizes[0])
+    return int(rows(store, "SELECT transcript_bytes FROM agents")[0][0])
 
 
 @pytest.mark.slow
@@ -90,38 +86,6 @@ def test_a_turns_row_does_not_grow_with_the_number_of_turns_but_for_one_in_sixte
     version = agent.open()
     assert version.transcript == transcript
     assert version.number == 500
-
-
-def test_a_turn_takes_few_statements(tmp_path: Path) -> None:
-    """Each gives up Python's lock, and other threads take it."""
-    count = CountingSqlite()
-    agent = Agent(AgentCacheStore(tmp_path, files=FastDisk(), connector=count))
-    for n_tokens, most in ((50, 11), (100, 8)):  # a new agent's, and the next one
-        turn = agent.turn(ids(n_tokens))
-        count.n_statements = 0
-        agent.store.save(turn)
-        assert count.n_statements <= most
-    agent.store.close()
-
-
-class CountingSqlite:
-    """A connector that counts the statements on all its connections."""
-
-    def __init__(self) -> None:
-        self.n_statements = 0
-
-    def __call__(self, path: Path) -> Connection:
-        connection, counter = connect(path), self
-
-        class Counting:
-            def execute(self, sql: str, parameters: Any = (), /) -> Any:
-                counter.n_statements += 1
-                return connection.execute(sql, parameters)
-
-            def close(self) -> None:
-                connection.close()
-
-        return Counting()
 
 
 def test_a_shared_system_prompt_is_written_once(tmp_path: Path) -> None:

@@ -6,20 +6,12 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from tests.worker.memory.test_database import add, names
 
 from stoker_shared.errors import StoreUnusable
 from stoker_worker.memory.database import Database, Witness, connect
 from stoker_worker.memory.database_file import create_database, open_database
 from stoker_worker.memory.files import Disk
-
-
-def add(database: Database, name: str) -> None:
-    database.commit(lambda connection: connection.execute("INSERT INTO models VALUES (?, '')", (name,)).fetchall())
-
-
-def names(database: Database) -> list[str]:
-    with database.snapshot() as connection:
-        return [row[0] for row in connection.execute("SELECT fingerprint FROM models ORDER BY 1")]
 
 
 @pytest.fixture
@@ -30,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_database_that_is_there_is_never_made_anew(folder: Path) -> None:
     with closing(open_database(folder)) as database:
-        add(database, "a")
+        database.commit(add("a"))
     create_database(folder, Disk())
     with closing(open_database(folder)) as database:
         assert names(database) == ["a"]
@@ -41,7 +33,7 @@ def test_what_a_crash_left_of_making_it_is_no_obstacle(tmp_path: Path) -> None:
         (tmp_path / f"agents.db.draft{end}").write_bytes(b"half" * 3000)
     create_database(tmp_path, Disk())
     with closing(open_database(tmp_path)) as database:
-        add(database, "a")
+        database.commit(add("a"))
     assert {path.name for path in tmp_path.iterdir()} == {"agents.db", "agents.commits"}
 
 
@@ -87,7 +79,7 @@ def test_a_commit_of_another_process_while_it_is_opened_is_no_damage(
         read = Witness.read
 
         def after_a_commit(witness: Witness) -> int | None:
-            add(database, "a")
+            database.commit(add("a"))
             return read(witness)
 
         monkeypatch.setattr(Witness, "read", after_a_commit)

@@ -1,6 +1,5 @@
 """The list of agents: pages, orders, patterns; from rows alone, however many agents there are."""
 
-import shutil
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
@@ -84,24 +83,6 @@ def test_an_agent_whose_row_is_damaged_is_listed_as_such(store: AgentCacheStore)
     assert {line["agent_id"]: line["state"] for line in lines(store, Page())} == {
         "big": "unreadable", "c\ufffd": "unreadable", "small": "unreadable", "[night] 1": "ok",
     }  # fmt: skip
-
-
-def test_no_file_and_no_conversation_is_read(store: AgentCacheStore, tmp_path: Path) -> None:
-    fill(store)
-    expected = list(list_agents(store.parts.database.snapshot, Page("size")))
-    for folder in ("blocks", "pieces"):
-        shutil.rmtree(tmp_path / "store" / folder)
-    tables = set()
-
-    def note(action: int, table: str | None, *_: object) -> int:
-        if action == sqlite3.SQLITE_READ:
-            tables.add(table)
-        return sqlite3.SQLITE_OK
-
-    with closing(sqlite3.connect(store.parts.database.path)) as watched:
-        watched.set_authorizer(note)
-        assert list(list_agents(lambda: nullcontext(watched), Page("size"))) == expected
-    assert tables == {"agents", "blocks"}
 
 
 @pytest.mark.parametrize("sort", ["used", "name"])

@@ -1,6 +1,5 @@
 """Blocks in 8 or 4 bits: the error is at most half a step, never NaN, and does not grow."""
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 from safetensors.numpy import load_file
 from tests.worker.memory.agents import (
-    SNAPSHOT_SPECS,
     Agent,
     cache_of,
     files_below,
@@ -168,21 +166,3 @@ def test_blocks_are_smaller_and_tails_keep_full_precision(tmp_path: Path, store_
         wanted = cache_of(LONG[:300], agent.model)[0][0][:, 256:]
         assert np.array_equal(tail["layer.0.keys"], wanted)
     assert sizes[store_dtype] < at_most * sizes["native"]
-
-
-def test_a_block_of_another_precision_is_never_loaded(tmp_path: Path) -> None:
-    agent = agent_of(tmp_path, "q8")
-    agent.say(LONG[:256])
-    spec = dataclasses.replace(agent.model.spec, store_dtype="native")
-    # Even under the same fingerprint, which the engine never gives: the layout stands in the file.
-    other = dataclasses.replace(agent, model=dataclasses.replace(agent.model, spec=spec))
-    assert other.restore((*LONG[:256], 1)).miss_reason == "block_foreign"
-
-
-def test_snapshots_are_never_quantised(tmp_path: Path) -> None:
-    spec = dataclasses.replace(SNAPSHOT_SPECS["hybrid"], dtype="float32", store_dtype="q8")
-    agent = Agent(open_store(tmp_path), model=make_model(spec=spec))
-    agent.say(LONG[:700], (1, 2))
-    assert agent.cached((*LONG[:700], 1, 2, 3)) == 702
-    assert agent.cached(LONG[:700]) == 699
-    assert problems_of(agent.store) == []

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from tests.worker.memory.agents import (
     MODEL,
+    SNAPSHOT_SPECS,
     SPEC,
     Agent,
     ArrayRoom,
     FastDisk,
-    cache_of,
     files_below,
     ids,
     make_model,
@@ -19,16 +19,11 @@ from tests.worker.memory.agents import (
 )
 
 from stoker_worker.memory.blocks import BlockChain, CachePiece
-from stoker_worker.memory.ram_cache import RamCache, RamCacheEntry
+from stoker_worker.memory.ram_cache import RamCacheEntry
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import (
-    AgentVersion,
-    LayerState,
-    LoadedModel,
     SequenceCache,
-    Snapshot,
 )
-from stoker_worker.ports.cache_spec import ArraySpec, LayerKind, LayerSpec, ModelCacheSpec
 
 LONG = ids(1500)
 PLENTY = 1 << 30
@@ -174,34 +169,8 @@ def test_ram_never_keeps_the_memory_that_the_engine_goes_on_in(tmp_path: Path) -
         assert Agent(store, model=model).restore(prompt).prefix is not None  # compares every byte
 
 
-# --- models with window or recurrent layers ---
-
-STATE = LayerSpec(LayerKind.RECURRENT, arrays=(ArraySpec((2, 3), "float32"),))
-HYBRID = make_model("h", spec=ModelCacheSpec((SPEC.layers[0], STATE), "float32"))
-FULL_ONLY = make_model("h", spec=ModelCacheSpec((SPEC.layers[0],), "float32"))
-ONLY_STATES = make_model("s", spec=ModelCacheSpec((STATE,), "float32"))
-
-
-def state_after(token_ids: tuple[int, ...]) -> tuple[LayerState, ...]:
-    return ((np.full((2, 3), float(sum(token_ids)), np.float32),),)
-
-
-def entry_of(model: LoadedModel, version: int, stop: int, at: tuple[int, ...]) -> RamCacheEntry:
-    layers = cache_of(LONG[:stop], FULL_ONLY) if model.spec.full_layers else ()
-    cache = SequenceCache(stop, layers, tuple(Snapshot(n, state_after(LONG[:n])) for n in at))
-    return RamCacheEntry(version, BlockChain(model.fingerprint, None, LONG[:stop]), cache)
-
-
-def test_a_cache_in_ram_is_used_at_its_snapshots_only() -> None:
-    ram_cache, version = RamCache(PLENTY), AgentVersion("agent", 4, None)
-    ram_cache.put("agent", entry_of(HYBRID, 4, 400, (250, 300)))
-    for n_shared, n_found in ((400, 300), (300, 300), (299, 250), (249, 0)):
-        prompt = BlockChain(HYBRID.fingerprint, None, (*LONG[:n_shared], 1, 2))
-        found = ram_cache.find(version, prompt, HYBRID.spec)
-        assert (found.n_tokens, found.snapshots[-1].n_tokens) == (n_found, n_found) if found else not n_found
-
-
-def test_snapshots_count_towards_the_limit() -> None:
-    ram_cache = RamCache(PLENTY)
-    ram_cache.put("agent", entry_of(ONLY_STATES, 1, 300, (280, 300)))
-    assert ram_cache.n_bytes == 2 * 2 * 3 * 4
+def test_snapshots_count_towards_the_limit(tmp_path: Path) -> None:
+    model = make_model("states", spec=SNAPSHOT_SPECS["recurrent"])
+    store = open_store(tmp_path)
+    Agent(store, model=model).say(LONG[:300], (1,))
+    assert store.ram_cache.n_bytes == 2 * model.spec.snapshot_bytes(300)

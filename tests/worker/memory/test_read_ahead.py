@@ -25,7 +25,6 @@ from tests.worker.memory.agents import (
 )
 
 from stoker_worker.memory.lookup import BlockLookup
-from stoker_worker.memory.read_ahead import WholeCache
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import LoadedModel
 
@@ -108,8 +107,7 @@ def test_what_is_read_ahead_goes_to_the_engine_without_a_copy(opened: Opened) ->
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-@pytest.mark.parametrize("is_named", [True, False])
-@pytest.mark.parametrize("n_tokens", [1, 255, 256, 300, 512, 700])
+@pytest.mark.parametrize(("is_named", "n_tokens"), [(True, 1), (False, 255), (True, 256), (False, 300), (True, 700)])
 def test_after_a_restart_a_turn_reads_no_file(
     opened: Opened, tmp_path: Path, model: LoadedModel, is_named: bool, n_tokens: int
 ) -> None:
@@ -209,30 +207,6 @@ def test_an_agent_that_did_not_fit_is_tried_again_and_a_smaller_one_passes_it(op
     assert in_ram(store, "abc") == "a"
 
 
-@pytest.mark.parametrize(("model", "n_tokens"), [(MODEL, 430), (with_rooms(MODEL), 804)])
-def test_an_agent_that_does_not_fit_is_looked_up_once(
-    opened: Opened, monkeypatch: pytest.MonkeyPatch, model: LoadedModel, n_tokens: int
-) -> None:
-    """The order changes with each claim, and a conversation may be long. 804 tokens would do for two without the room
-    for their next turns."""
-    say_all(opened(), "abc")
-    store, find, looked_up = opened(n_tokens * SPEC.bytes_per_token), WholeCache.find, list[str]()
-    store.model_loaded(model)
-    store._read_ahead._fills = False
-
-    def counted(parts: Any, agent_id: str, model: LoadedModel | None) -> WholeCache | None:
-        looked_up.append(agent_id)
-        return find(parts, agent_id, model)
-
-    monkeypatch.setattr(WholeCache, "find", counted)
-    store.pin(frozenset("a"), frozenset("bc"))
-    for order in ("a", "bc", "cb", "bc"):
-        store.read_ahead(order)
-        settle(store)
-    assert in_ram(store, "abc") == "a"
-    assert sorted(looked_up) == ["a", "b", "c"]
-
-
 def test_caches_of_another_model_than_the_loaded_one_are_dropped_and_read_no_more(opened: Opened) -> None:
     store, other = opened(), make_model("b", spec=SNAPSHOT_SPECS["hybrid"])
     say_all(store, "ab")
@@ -292,22 +266,6 @@ def test_a_wrong_layout_in_the_database_costs_only_time(opened: Opened, cache: s
     settle(store)
     assert "agent" not in store.ram_cache
     assert Agent(store).restore((*LONG[:300], 1)).source == "disk"
-
-
-def test_an_agent_that_lost_cache_is_not_read(opened: Opened) -> None:
-    say_all(opened(), "ab", 1000)
-    store = opened(max_bytes=1)
-    store.read_ahead("ab")
-    settle(store)
-    assert in_ram(store, "ab") == ""
-    restored = Agent(store, "a").restore((*ids(1000, seed=ord("a")), 1))
-    assert (restored.source, restored.miss_reason) == ("none", "evicted")
-
-
-def test_without_a_ram_cache_there_is_no_thread(opened: Opened) -> None:
-    say_all(opened(0), "a")
-    opened(0).read_ahead("a")
-    assert not [thread for thread in threading.enumerate() if thread.name == "read-ahead"]
 
 
 class Held:
@@ -401,7 +359,7 @@ def test_a_store_closes_while_a_cache_is_read_and_reads_none_afterwards(
     store.read_ahead("b")
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_turns_beside_reading_ahead_get_the_right_cache(opened: Opened, seed: int) -> None:
     """Restores check every element of what they get (`AgentOf.restore`)."""
     chance = random.Random(seed)

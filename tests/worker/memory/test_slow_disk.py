@@ -22,7 +22,7 @@ PATIENCE_S = 60
 
 
 class HangingDisk(FastDisk):
-    """Writes of the thread called ``slow`` do not return until they are let go, from the one named on."""
+    """Writes of the thread ``slow`` do not return until they are let go, from the one named on."""
 
     def __init__(self) -> None:
         self.hangs_at = ""
@@ -32,32 +32,22 @@ class HangingDisk(FastDisk):
         data = [bytes(chunk) for chunk in chunks]
         super().write(path, data)
         what = b"".join(data)[:4096].decode("latin-1")
-        if threading.current_thread().name == "slow" and self.hangs_at and re.search(self.hangs_at, what):
+        if threading.current_thread().name.startswith("slow") and self.hangs_at and re.search(self.hangs_at, what):
             self.hanging.set()
             assert self.let_go.wait(PATIENCE_S)
 
 
 @contextmanager
-def hanging_save(disk: HangingDisk, hangs_at: str, save: Callable[[], object]) -> Iterator[Future[None]]:
+def hanging_save(disk: HangingDisk, hangs_at: str, save: Callable[[], object]) -> Iterator[Future[object]]:
     """A save on a thread of its own that stands still inside."""
-    done: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            save()
-            done.set_result(None)
-        except BaseException as error:
-            done.set_exception(error)
-
     disk.hangs_at = hangs_at
-    slow = threading.Thread(target=run, name="slow")
-    slow.start()
-    try:
-        assert disk.hanging.wait(PATIENCE_S)
-        yield done
-    finally:
-        disk.let_go.set()
-        slow.join()
+    with ThreadPoolExecutor(1, thread_name_prefix="slow") as thread:
+        done = thread.submit(save)
+        try:
+            assert disk.hanging.wait(PATIENCE_S)
+            yield done
+        finally:
+            disk.let_go.set()
 
 
 HANGS_AT = {
