@@ -172,6 +172,22 @@ def cut(layers: tuple[LayerKV, ...], start: int, stop: int) -> tuple[LayerKV, ..
     return tuple((keys[:, start:stop], values[:, start:stop]) for keys, values in layers)
 
 
+def checked(restored: Restored, prompt: Sequence[int], model: LoadedModel = MODEL) -> Restored:
+    """Returns `restored`, whose prefix is the cache of the prompt and nothing else."""
+    if restored.prefix is None:
+        return restored
+    n_tokens, room, layers = restored.prefix.n_tokens, restored.prefix.room, restored.prefix.layers
+    if room is not None:
+        assert layers == ()
+        layers = cut(room.layers(), 0, n_tokens)
+    for ours, theirs in zip(cache_of(prompt[:n_tokens], model), layers, strict=True):
+        assert all(equal(a, b, model) for a, b in zip(ours, theirs, strict=True))
+    states = [arrays for one in restored.prefix.snapshots[-1:] for arrays in one.states]
+    for wanted, found in zip(states_of(prompt[:n_tokens], model), states, strict=True):
+        assert all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in zip(wanted, found, strict=True))
+    return restored
+
+
 S = TypeVar("S", bound=CacheStorePort)
 
 
@@ -199,25 +215,7 @@ class AgentOf(Generic[S]):
         restored = self.store.restore(
             prompt, agent=agent, model=self.model, salt=self.salt, system_tokens=self.system_tokens
         )
-        if restored.prefix is not None:
-            n_tokens = restored.prefix.n_tokens
-            wanted = cut(cache_of(prompt[:n_tokens], self.model), 0, n_tokens)
-            room, layers = restored.prefix.room, restored.prefix.layers
-            if room is not None:
-                assert layers == ()
-                layers = cut(room.layers(), 0, n_tokens)
-            for ours, theirs in zip(wanted, layers, strict=True):
-                for a, b in zip(ours, theirs, strict=True):
-                    assert equal(a, b, self.model)
-            for arrays, found in zip(
-                states_of(prompt[:n_tokens], self.model),
-                [x for one in restored.prefix.snapshots[-1:] for x in one.states],
-                strict=True,
-            ):
-                for a, b in zip(arrays, found, strict=True):
-                    assert a.dtype == b.dtype
-                    assert np.array_equal(a, b)
-        return restored
+        return checked(restored, prompt, self.model)
 
     def cached(self, prompt: Sequence[int]) -> int:
         prefix = self.restore(prompt).prefix
@@ -281,14 +279,8 @@ def restore_of_session(
     salt: str | None = None,
     model: LoadedModel = MODEL,
 ) -> Restored:
-    """What a call of a session is restored from, verified."""
-    restored = store.restore(prompt, agent=None, model=model, salt=salt, session=session)
-    if restored.prefix is not None:
-        for ours, theirs in zip(
-            cache_of(prompt[: restored.prefix.n_tokens], model), restored.prefix.layers, strict=True
-        ):
-            assert all((a == b).all() for a, b in zip(ours, theirs, strict=True))
-    return restored
+    """What a call of a session is restored from, checked."""
+    return checked(store.restore(prompt, agent=None, model=model, salt=salt, session=session), prompt, model)
 
 
 def call_of_session(
@@ -317,9 +309,18 @@ def disk_bytes(store: Path) -> int:
 
 def tidy(store: CacheStorePort) -> None:
     """What the upkeep of a store on disk does each second."""
-    if isinstance(store, AgentCacheStore):
-        for _ in store._upkeep.tidy():
-            pass
+    assert isinstance(store, AgentCacheStore)
+    list(store._upkeep.tidy())
+
+
+def walk(store: AgentCacheStore) -> None:
+    """What the upkeep does now and then: it compares the index with the files."""
+    list(store._upkeep.walk())
+
+
+def rows(store: AgentCacheStore, sql: str, *parameters: Any) -> list[Any]:
+    with store.parts.database.snapshot() as connection:
+        return connection.execute(sql, parameters).fetchall()
 
 
 def files_below(folder: Path) -> list[Path]:

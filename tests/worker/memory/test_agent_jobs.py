@@ -20,6 +20,7 @@ from tests.worker.memory.agents import (
     make_turn,
     open_store,
     reopen,
+    rows,
 )
 from tests.worker.memory.faulty_files import FullFiles
 
@@ -88,11 +89,10 @@ def test_attempts_and_rollbacks_leave_no_more_versions_than_turns_do(store: Agen
             run(store, "rollback", version=version)
             version = agent.open().number
             assert agent.tokens() == goal
-        with store.parts.database.snapshot() as connection:
-            kept = connection.execute("SELECT count(*), sum(parent IS NULL), min(version) FROM turns").fetchone()
-        assert kept[0] <= 31
-        assert kept[1] <= 3
-        assert kept[2] <= max(1, agent.open().number - 15)
+        ((n_kept, n_whole, oldest),) = rows(store, "SELECT count(*), sum(parent IS NULL), min(version) FROM turns")
+        assert n_kept <= 31
+        assert n_whole <= 3
+        assert oldest <= max(1, agent.open().number - 15)
     agent.say((*goal, 1))
     run(store, "rollback", version=agent.open().number - 15)
     assert agent.tokens()[:310] == goal

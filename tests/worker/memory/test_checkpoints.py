@@ -23,16 +23,16 @@ from tests.worker.memory.agents import (
     make_model,
     open_store,
     problems_of,
+    rows,
     sequence_cache,
+    walk,
 )
 from tests.worker.memory.test_damage import DAMAGES
 
 from stoker_shared.agents import AgentRequest
 from stoker_worker.memory.admin.backup import back_up, restore
-from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.memory.checkpoints import LEAST_APART, MOST_REGULAR, checkpoint_places
 from stoker_worker.memory.eviction import CHECKPOINT_SHARE
-from stoker_worker.memory.lookup import AgentBlocks, BlockLookup, find_prefix
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import Delivery, LoadedModel
 from stoker_worker.ports.cache_spec import ArraySpec, LayerKind, LayerSpec, ModelCacheSpec
@@ -251,28 +251,6 @@ def test_a_damaged_checkpoint_is_a_miss_with_a_name_and_is_written_again(
     assert problems_of(store) == []
 
 
-def test_a_checkpoint_that_is_replaced_during_a_lookup_stays_and_a_damaged_block_is_named_once(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    path_of, chain = store.parts.blocks.path_of, BlockChain(MODEL.fingerprint, None, prompt(2))
-    Agent(store, "first", MODEL, system_tokens=600).say(prompt(1))
-    (path,) = checkpoint_files(tmp_path)
-    before = path.read_bytes()
-    Agent(store, "other", MODEL, system_tokens=605).say((*SYSTEM[:590], *ids(100, seed=3)))
-    after = path.read_bytes()
-    path.write_bytes(before)
-    lookup = BlockLookup(chain, len(chain.token_ids) - 1, SPEC, AgentBlocks(), path_of, 1)
-
-    def replacing() -> None:
-        path.write_bytes(after)
-
-    found = find_prefix(replace(lookup, before_each=replacing))
-    assert (found.cache.n_tokens, found.faults) == (N, ())
-    path.write_bytes(before)
-    DAMAGES["data"](chain.paths(path_of)[1])
-    found = find_prefix(lookup)
-    assert (found.cache.n_tokens, [one.kind for one in found.faults]) == (256, ["block"])
-
-
 def test_the_index_of_checkpoints_is_made_anew_from_conversations(any_team: Team, tmp_path: Path) -> None:
     agent = any_team("first", system_tokens=600)
     agent.say(prompt(1))
@@ -280,8 +258,7 @@ def test_the_index_of_checkpoints_is_made_anew_from_conversations(any_team: Team
     agent.store.close()
     restore(tmp_path, tmp_path / "copy")
     with closing(open_store(tmp_path)) as store:
-        with store.parts.database.snapshot() as connection:
-            known = connection.execute("SELECT checkpoint_saves FROM blocks WHERE checkpoint_bytes > 0").fetchall()
+        known = rows(store, "SELECT checkpoint_saves FROM blocks WHERE checkpoint_bytes > 0")
         assert known == [(N if agent.model.spec.snapshot_layers else 256,)]
         assert Agent(store, "second", agent.model).cached(prompt(2)) == 600
         assert problems_of(store) == []
@@ -295,12 +272,9 @@ def test_a_lost_checkpoint_leaves_the_index_and_one_without_a_row_comes_into_it(
     for file, n_known in ((None, 0), (aside, 1)):
         if file is not None:
             file.rename(path)
-        for _ in store._upkeep.walk():
-            pass
+        walk(store)
         ticks(store)
-        with store.parts.database.snapshot() as connection:
-            sql = "SELECT count(*) FROM blocks WHERE checkpoint_bytes > 0"
-            assert connection.execute(sql).fetchone() == (n_known,)
+        assert rows(store, "SELECT count(*) FROM blocks WHERE checkpoint_bytes > 0") == [(n_known,)]
     assert store.budget.total_bytes == disk_bytes(tmp_path)
 
 
@@ -352,9 +326,8 @@ def test_checkpoints_of_many_agents_take_their_share_and_the_one_that_is_used_st
         Agent(store, f"loner-{seed}", model, system_tokens=600).say(ids(620, seed=1000 + seed))
         store._notes.write()
     store.budget.make_room()
-    with store.parts.database.snapshot() as connection:
-        sql = "SELECT sum(checkpoint_bytes), count(*) FROM blocks WHERE checkpoint_bytes > 0"
-        n_bytes, n_files = connection.execute(sql).fetchone()
+    sql = "SELECT sum(checkpoint_bytes), count(*) FROM blocks WHERE checkpoint_bytes > 0"
+    ((n_bytes, n_files),) = rows(store, sql)
     assert n_files == len(checkpoint_files(tmp_path)) > 1
     assert n_bytes <= CHECKPOINT_SHARE * store.budget.max_bytes
     assert store.budget.total_bytes == disk_bytes(tmp_path) <= store.budget.max_bytes

@@ -20,7 +20,9 @@ from tests.worker.memory.agents import (
     open_store,
     reopen,
     restore_of_session,
+    rows,
     tidy,
+    walk,
 )
 
 from stoker_worker.memory import eviction, lookup, transcripts
@@ -42,14 +44,8 @@ LONG = ids(3000)
 OTHER = ids(3000, seed=9)
 
 
-def walk(store: AgentCacheStore) -> None:
-    for _ in store._upkeep.walk():
-        pass
-
-
 def forget_unused(store: AgentCacheStore) -> None:
-    for _ in store._upkeep.forget_sessions():
-        pass
+    list(store._upkeep.forget_sessions())
 
 
 def raise_exit(*_: object) -> None:
@@ -57,8 +53,7 @@ def raise_exit(*_: object) -> None:
 
 
 def conversations(store: AgentCacheStore) -> int:
-    with store.parts.database.snapshot() as connection:
-        return int(connection.execute("SELECT count(*) FROM agents WHERE agent_id < ' '").fetchone()[0])
+    return int(rows(store, "SELECT count(*) FROM agents WHERE agent_id < ' '")[0][0])
 
 
 @pytest.mark.parametrize("n_first", [10, 255, 256, 300, 700])
@@ -115,15 +110,6 @@ def test_an_answer_that_comes_back_without_its_thinking_costs_only_itself(tmp_pa
     call(store, (*LONG[:900], *opening), (*thinking, *answer))
     assert call(store, (*LONG[:900], *answer, *LONG[900:950], *opening), answer) == (900, None)
     assert conversations(store) == 1  # the same one, without its thinking
-
-
-def test_other_salts_models_and_sessions(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    call(store, LONG[:600])
-    assert call(store, LONG[:700], salt="other") == (0, None)
-    assert call(store, LONG[:700], model=make_model("b")) == (0, None)
-    # Content decides, whichever session wrote it: its full blocks serve.
-    assert call(store, LONG[:700], session="t") == (512, None)
 
 
 def test_a_prompt_that_changes_early_is_named_as_such(tmp_path: Path) -> None:
@@ -252,37 +238,23 @@ def test_calls_that_go_on_with_one_conversation_at_the_same_time_are_all_kept(tm
     assert list(verify_store(store.parts)) == []
 
 
-def test_a_conversation_that_another_call_goes_on_with_during_a_look_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("when", ["during a look", "after a look"])
+def test_a_conversation_that_another_call_goes_on_with_meanwhile_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    store, rows_of = open_store(tmp_path), transcripts.session_rows
+    store, rows_of, find = open_store(tmp_path), transcripts.session_rows, lookup.find_prefix
     call(store, LONG[:600])
     others = [(*LONG[:600], *ids(200, seed=1))]
 
-    def overtaken(*args: Any) -> Any:
-        rows = rows_of(*args)
+    def overtaken(found: Any) -> Any:
         if others:
             call(store, others.pop())
-        return rows
+        return found
 
-    monkeypatch.setattr(transcripts, "session_rows", overtaken)
-    assert call(store, (*LONG[:600], *ids(200, seed=2))) == (600, None)
-    assert others == []
-
-
-def test_a_conversation_that_another_call_goes_on_with_after_a_look_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, find = open_store(tmp_path), lookup.find_prefix
-    call(store, LONG[:600])
-    others = [(*LONG[:600], *ids(200, seed=1))]
-
-    def overtaken(*args: Any) -> Any:
-        if others:
-            call(store, others.pop())
-        return find(*args)
-
-    monkeypatch.setattr(lookup, "find_prefix", overtaken)
+    if when == "during a look":
+        monkeypatch.setattr(transcripts, "session_rows", lambda *args: overtaken(rows_of(*args)))
+    else:
+        monkeypatch.setattr(lookup, "find_prefix", lambda *args: find(*overtaken(args)))
     assert call(store, (*LONG[:600], *ids(200, seed=2))) == (600, None)
     assert others == []
 

@@ -10,6 +10,7 @@ from tests.worker.memory.agents import (
     MODEL,
     Agent,
     cache_of,
+    checked,
     disk_bytes,
     files_below,
     ids,
@@ -30,10 +31,7 @@ SEEDS = count(1)
 
 def ask(store: AgentCacheStore, prompt: tuple[int, ...], *, salt: str | None = None) -> Restored:
     """A whole job: check the restored prefix, and save the shared blocks as the finisher does."""
-    restored = store.restore(prompt, agent=None, model=MODEL, salt=salt)
-    if restored.prefix is not None:
-        for ours, theirs in zip(cache_of(prompt[: restored.prefix.n_tokens]), restored.prefix.layers, strict=True):
-            assert all((a == b).all() for a, b in zip(ours, theirs, strict=True))
+    restored = checked(store.restore(prompt, agent=None, model=MODEL, salt=salt), prompt)
     if restored.to_share:
         store.save_blocks(
             prompt[: restored.to_share], SequenceCache(len(prompt), cache_of(prompt)), model=MODEL, salt=salt

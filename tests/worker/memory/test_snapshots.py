@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.worker.memory.agents import (
     SNAPSHOT_SPECS,
-    SPEC,
     Agent,
     cache_of,
     cut,
@@ -30,7 +29,6 @@ from tests.worker.memory.agents import (
 from tests.worker.memory.test_damage import DAMAGES
 
 from stoker_worker.ports import SequenceCache
-from stoker_worker.ports.cache_spec import LayerKind, LayerSpec
 from stoker_worker.ports.memory import common_length
 
 LONG = ids(1000)
@@ -62,14 +60,6 @@ HISTORY = (*LONG[:700], *ANSWER)
 def snapshot_files(folder: Path) -> list[str]:
     """Without the agent's part of the name."""
     return sorted(path.name.partition("-")[2] for path in folder.rglob("*-snapshot-*"))
-
-
-def test_another_agents_blocks_are_of_no_use_without_a_snapshot(hybrid: Agent) -> None:
-    other = Agent(hybrid.store, "other", model=hybrid.model)
-    assert other.restore(HISTORY).prefix is None
-    other.say((*LONG[:700], 5))
-    assert len(files_below(hybrid.store.parts.blocks.path)) == 3  # shared all the same, and now with a checkpoint
-    assert other.cached((*LONG[:700], 5, 6)) == 701
 
 
 def test_models_without_full_attention_write_no_blocks_and_no_tail(tmp_path: Path) -> None:
@@ -162,14 +152,6 @@ def test_snapshots_that_are_not_the_transcripts_are_refused_before_anything_is_w
     cache = SequenceCache(300, cache_of(LONG[:300]), good[:1])
     with pytest.raises(ValueError, match="snapshots"):
         full.store.save(make_turn(full, full.open(), make_transcript(LONG[:300]), cache))
-
-
-def test_an_agent_that_moves_to_an_unknown_layout_has_no_miss(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    Agent(store).say(LONG[:300])
-    unknown = dataclasses.replace(SPEC, layers=(LayerSpec(LayerKind.UNKNOWN),))
-    restored = Agent(store, model=make_model("b", spec=unknown)).restore((*LONG[:300], 1))
-    assert (restored.prefix, restored.miss_reason) == (None, None)
 
 
 # --- damage ---

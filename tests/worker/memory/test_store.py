@@ -1,7 +1,5 @@
 """Agent memory as a user sees it: conversations survive, and a next turn costs only its new tokens."""
 
-import dataclasses
-import logging
 import os
 from contextlib import closing
 from pathlib import Path
@@ -13,8 +11,6 @@ from tests.worker.memory.agents import (
     Agent,
     files_below,
     ids,
-    make_model,
-    only,
     open_store,
     reopen,
 )
@@ -35,23 +31,6 @@ def test_an_agent_id_is_never_a_path(tmp_path: Path, name: str) -> None:
     Agent(agent.store, name.lower() + "!").say(LONG[:20])
     assert agent.tokens() == LONG[:10]
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
-
-
-def test_a_store_that_is_closed_logs_how_many_misses_of_each_reason_there_were(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    agent = Agent(open_store(tmp_path))
-    agent.say(LONG[:600])
-    for model in (make_model("b"), make_model("b"), make_model("c")):
-        dataclasses.replace(agent, model=model).restore(LONG[:700])
-    only(tmp_path, "*-tail.*").unlink()
-    agent.restore(LONG[:700])
-    agent.store.close()
-    assert "cache misses since the store was opened: 3 other_model, 1 tail_missing" in caplog.messages
-    caplog.clear()
-    open_store(tmp_path).close()
-    assert not any("misses" in message for message in caplog.messages)
 
 
 def test_a_turn_that_comes_too_late_changes_no_file(tmp_path: Path) -> None:
@@ -105,12 +84,12 @@ def test_a_lost_turn_is_noted_in_the_store_and_not_in_the_worker(tmp_path: Path)
     assert agent.say(LONG[:5]) == 1
 
 
-@pytest.mark.parametrize(("cores", "alone", "beside_others"), [(None, 1, 1), (2, 2, 1), (4, 4, 2), (16, 4, 4)])
 def test_a_restore_beside_running_sequences_uses_half_of_the_cores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int | None, alone: int, beside_others: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    assert (n_readers(beside_others=False), n_readers(beside_others=True)) == (alone, beside_others)
+    for cores, alone, beside_others in ((None, 1, 1), (2, 2, 1), (16, 4, 4), (4, 4, 2)):
+        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
+        assert (n_readers(beside_others=False), n_readers(beside_others=True)) == (alone, beside_others)
     with closing(open_store(tmp_path)) as store:
         agent = Agent(store)
         agent.say(ids(1100))

@@ -6,7 +6,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tests.worker.memory.agents import (
     MODEL,
@@ -15,7 +14,7 @@ from tests.worker.memory.agents import (
     AgentOf,
     FastDisk,
     cache_of,
-    cut,
+    checked,
     ids,
     make_model,
     make_transcript,
@@ -40,7 +39,7 @@ from stoker_shared.errors import (
 )
 from stoker_worker.memory.replica.bucket import Bucket
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.ports import CacheStorePort, Delivery, SequenceCache, Turn
+from stoker_worker.ports import CacheStorePort, Delivery, LoadedModel, SequenceCache, Turn
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
 from stoker_worker.ports.model import ServingMode
 
@@ -182,49 +181,42 @@ def test_a_look_and_a_closed_number_change_nothing_of_an_agent(store: CacheStore
     assert agent.say(LONG[:310]) == number + 1
 
 
-def test_an_agent_whose_turn_is_lost_is_refused_until_the_next_turn(store: CacheStorePort) -> None:
-    agent = AgentOf(store)
-    agent.say(LONG[:300])
-    lose_a_turn(store)
-    with pytest.raises(AgentTranscriptUnreadable, match="its last turn was not saved") as refused:
-        agent.open()
-    usable = refused.value.usable
-    assert usable.number == 1
-    agent.say(LONG[:310], agent=usable)
-    assert (agent.open().number, agent.tokens()) == (2, LONG[:310])
-
-
 # --- prefixes ---
 
 
-@pytest.mark.parametrize("prompt_tokens", [1, 2, 255, 256, 257, 511, 512, 513, 700])
 @pytest.mark.parametrize("answer_tokens", [0, 1, 60, 256])
-def test_the_next_turn_prefills_only_what_is_new(store: CacheStorePort, prompt_tokens: int, answer_tokens: int) -> None:
-    agent = AgentOf(store)
-    agent.say(LONG[:prompt_tokens], ids(answer_tokens, seed=1))
-    history = agent.tokens()
-    restored = agent.restore((*history, 1, 2, 3))
-    assert restored.prefix is not None
-    assert restored.prefix.n_tokens == len(history)
-    assert (restored.source in ("memory", "disk"), restored.miss_reason) == (True, None)
+def test_the_next_turn_prefills_only_what_is_new(store: CacheStorePort, answer_tokens: int) -> None:
+    for n_tokens in (1, 2, 255, 256, 257, 511, 512, 513, 700):
+        agent = alone(store, n_tokens)
+        agent.say(LONG[:n_tokens], ids(answer_tokens, seed=1))
+        history = agent.tokens()
+        restored = agent.restore((*history, 1, 2, 3))
+        assert restored.prefix is not None
+        assert restored.prefix.n_tokens == len(history)
+        assert (restored.source in ("memory", "disk"), restored.miss_reason) == (True, None)
 
 
-@pytest.mark.parametrize("n_tokens", [1, 2, 256, 257, 512, 600])
-def test_the_last_token_of_a_prompt_never_comes_from_the_cache(store: CacheStorePort, n_tokens: int) -> None:
-    agent = AgentOf(store)
-    agent.say(LONG[:n_tokens])
-    assert agent.cached(LONG[:n_tokens]) == n_tokens - 1
-    assert agent.restore(LONG[:n_tokens]).miss_reason is None
+def alone(store: CacheStorePort, number: int) -> AgentOf[CacheStorePort]:
+    """An agent that shares no cache with those of other numbers."""
+    return AgentOf(store, str(number), salt=str(number))
 
 
-@pytest.mark.parametrize("shared", [0, 1, 200, 256, 400, 599, 600])
-def test_the_longest_common_prefix_is_reused(store: CacheStorePort, shared: int) -> None:
-    agent = AgentOf(store)
-    agent.say(LONG[:600])
-    prompt = (*LONG[:shared], *ids(100, seed=2))
-    assert agent.cached(prompt) == shared
-    agent.say(prompt)
-    assert agent.cached((*prompt, 1)) == shared + 100
+def test_the_last_token_of_a_prompt_never_comes_from_the_cache(store: CacheStorePort) -> None:
+    for n_tokens in (1, 2, 256, 257, 512, 600):
+        agent = alone(store, n_tokens)
+        agent.say(LONG[:n_tokens])
+        assert agent.cached(LONG[:n_tokens]) == n_tokens - 1
+        assert agent.restore(LONG[:n_tokens]).miss_reason is None
+
+
+def test_the_longest_common_prefix_is_reused(store: CacheStorePort) -> None:
+    for shared in (0, 1, 200, 256, 400, 599, 600):
+        agent = alone(store, shared)
+        agent.say(LONG[:600])
+        prompt = (*LONG[:shared], *ids(100, seed=2))
+        assert agent.cached(prompt) == shared
+        agent.say(prompt)
+        assert agent.cached((*prompt, 1)) == shared + 100
 
 
 def test_agents_of_one_salt_share_the_blocks_of_a_common_beginning(store: CacheStorePort) -> None:
@@ -293,8 +285,10 @@ def test_a_model_without_memory_leaves_transcripts_only(store: CacheStorePort, w
     else:
         model = make_model(spec=ModelCacheSpec((*SPEC.layers, LayerSpec(LayerKind.UNKNOWN)), "float32"))
     agent = AgentOf(store, model=model)
-    store.save(make_turn(agent, agent.open(), make_transcript(LONG[:300]), None))
-    assert agent.tokens() == LONG[:300]
+    AgentOf(store).say(LONG[:300])
+    assert agent.restore(LONG[:400]).miss_reason is None
+    store.save(make_turn(agent, agent.open(), make_transcript(LONG[:350]), None))
+    assert agent.tokens() == LONG[:350]
     restored = agent.restore(LONG[:400])
     assert (restored.prefix, restored.source, restored.miss_reason) == (None, "none", None)
 
@@ -316,20 +310,19 @@ def test_jobs_without_an_agent_share_the_blocks_that_two_of_them_begin_with(stor
     second = store.restore((*LONG[:600], 5), agent=None, model=MODEL, salt=None)
     assert (second.prefix, second.to_share) == (None, 512)
     store.save_blocks(LONG[:512], SequenceCache(600, cache_of(LONG[:600])), model=MODEL, salt=None)
-    third = store.restore((*LONG[:600], 6), agent=None, model=MODEL, salt=None)
+    third = checked(store.restore((*LONG[:600], 6), agent=None, model=MODEL, salt=None), LONG[:600])
     assert third.to_share == 0
     assert third.prefix is not None
     assert third.prefix.n_tokens == 512
-    wanted = cut(cache_of(LONG[:512]), 0, 512)
-    for ours, theirs in zip(wanted, third.prefix.layers, strict=True):
-        assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert store.restore(LONG[:600], agent=None, model=MODEL, salt="other").to_share == 0
     assert AgentOf(store).cached(LONG[:600]) == 512
 
 
 def test_a_call_of_a_session_finds_all_of_the_call_that_it_goes_on_with(store: CacheStorePort) -> None:
-    def cached(prompt: tuple[int, ...], salt: str | None = None, session: str | None = "s") -> int:
-        restored = store.restore(prompt, agent=None, model=MODEL, salt=salt, session=session)
+    def cached(
+        prompt: tuple[int, ...], salt: str | None = None, session: str | None = "s", model: LoadedModel = MODEL
+    ) -> int:
+        restored = store.restore(prompt, agent=None, model=model, salt=salt, session=session)
         return restored.prefix.n_tokens if restored.prefix else 0
 
     def call(prompt: tuple[int, ...], answer: tuple[int, ...]) -> int:
@@ -345,7 +338,7 @@ def test_a_call_of_a_session_finds_all_of_the_call_that_it_goes_on_with(store: C
     assert call((*other, 1, 2, 3, 4), ()) == 103
     assert cached(LONG[:800]) == 720
     assert cached(LONG[:800], session="t") == cached(LONG[:800], session=None) == 512
-    assert cached(LONG[:800], salt="other") == 0
+    assert cached(LONG[:800], salt="other") == cached(LONG[:800], model=make_model("b")) == 0
     assert store.open_agent("s").number == 0
 
 
@@ -400,14 +393,6 @@ def test_a_rollback_never_gives_another_versions_snapshot(store: CacheStorePort,
     agent.cached((*LONG[:310], 1))  # `restore` compares what it gets with what it should be
     assert agent.say(LONG[:400]) == 4
     assert agent.cached((*LONG[:400], 1)) == 400
-
-
-def test_a_rollback_clears_the_mark_of_a_lost_turn(store: CacheStorePort) -> None:
-    agent = AgentOf(store)
-    agent.say(LONG[:10])
-    lose_a_turn(store)
-    run(store, "rollback", version=1)
-    assert (agent.open().number, agent.tokens()) == (2, LONG[:10])
 
 
 def test_a_fork_has_its_own_future_and_no_other_deliveries(store: CacheStorePort) -> None:

@@ -17,6 +17,9 @@ from tests.worker.memory.agents import (
     files_below,
     ids,
     problems_of,
+    rows,
+    tidy,
+    walk,
 )
 from tests.worker.memory.faulty_files import FullFiles
 
@@ -45,15 +48,8 @@ def store(tmp_path: Path) -> Iterator[AgentCacheStore]:
 
 def one_round(store: AgentCacheStore) -> None:
     """All that the thread does in a round."""
-    for _ in store._upkeep.tidy():
-        pass
-    for _ in store._upkeep.walk():
-        pass
-
-
-def rows(store: AgentCacheStore, sql: str, *parameters: Any) -> list[Any]:
-    with store.parts.database.snapshot() as connection:
-        return connection.execute(sql, parameters).fetchall()
+    tidy(store)
+    walk(store)
 
 
 def last_used(store: AgentCacheStore, name: str) -> float:
@@ -296,13 +292,11 @@ def test_a_wrong_sum_of_all_sizes_is_corrected(store: AgentCacheStore) -> None:
 
 
 def test_a_walk_changes_nothing_in_a_store_that_is_right(store: AgentCacheStore) -> None:
-    for number in range(300):
-        Agent(store, f"agent {number}").say(ids(270, seed=number % 100), (number,))
-    for _ in store._upkeep.tidy():
-        pass
+    for number in range(100):
+        Agent(store, f"agent {number}").say(ids(270, seed=number % 30), (number,))
+    tidy(store)
     before = rows(store, "SELECT commits FROM store")
-    for _ in store._upkeep.walk():
-        pass
+    walk(store)
     assert rows(store, "SELECT commits FROM store") == before
 
 
@@ -369,7 +363,7 @@ def test_a_note_that_a_damaged_row_refuses_is_dropped_alone(store: AgentCacheSto
     agent = Agent(store)
     agent.say(LONG[:600])
     set_used(store, "UPDATE blocks SET n_bytes = 'q'")
-    for path in (tmp_path / "store").rglob("blocks/*/*/*.safetensors"):
+    for path in tmp_path.rglob("blocks/*/*/*.safetensors"):
         path.unlink()
     agent.restore((*agent.tokens(), 1))
     one_round(store)

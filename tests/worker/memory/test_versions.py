@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.worker.memory.agents import Agent, FastDisk, ids, make_model, make_turn, tidy
+from tests.worker.memory.agents import Agent, FastDisk, ids, make_model, make_turn, rows, tidy
 
 from stoker_shared.errors import AgentTranscriptUnreadable
 from stoker_shared.message import Message
@@ -121,8 +121,7 @@ def store(tmp_path: Path) -> Iterator[AgentCacheStore]:
 
 
 def value(store: AgentCacheStore, sql: str) -> float:
-    with store.parts.database.snapshot() as connection:
-        return float(connection.execute(sql).fetchone()[0])
+    return float(rows(store, sql)[0][0])
 
 
 def test_rows_and_bytes_do_not_grow_with_the_turns_of_a_conversation(store: AgentCacheStore) -> None:
@@ -133,10 +132,8 @@ def test_rows_and_bytes_do_not_grow_with_the_turns_of_a_conversation(store: Agen
         agent.save(Transcript((*ids(100, seed=1), number), "tok", None, "always the same", "eos"))
         store.ended("agent", agent.deliveries[-1], remember_s=-1)
         tidy(store)
-        with store.parts.database.snapshot() as connection:
-            rows = connection.execute("SELECT (SELECT count(*) FROM turns), (SELECT count(*) FROM deliveries)")
-            counted = connection.execute("SELECT transcript_bytes FROM agents").fetchone()[0]
-            sizes.append((*rows.fetchone(), counted))
+        sql = "SELECT (SELECT count(*) FROM turns), (SELECT count(*) FROM deliveries), transcript_bytes FROM agents"
+        sizes += rows(store, sql)
     for early, late in zip(*(map(max, zip(*part, strict=True)) for part in (sizes[20:60], sizes[260:])), strict=True):
         assert late <= 1.05 * early  # numbers in JSON get longer
     agent.said[:-1] = [None] * 299  # type: ignore[list-item]
