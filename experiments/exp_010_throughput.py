@@ -6,7 +6,6 @@ the machine's other work affects all of them. Run: ``python experiments/exp_010_
 """
 
 import random
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 from bench import Bench, main
 from common import Json, in_turn, note, ratios, spread
 from prompts import SIX_KINDS, text_of
-from report import Report, columns, figure, lines, say, short
+from report import Report, columns, say, short
 from worker_process import WorkerProcess
 from works import answers, work
 
@@ -52,8 +51,8 @@ class Load:
     n_generated: int = 0
 
 
-Contestants = dict[str, Callable[[Load], Sequence[Any]]]
-"""By name; each returns the texts or the tokens of a load's answers."""
+Contestant = Callable[[Load], Sequence[Any]]
+"""Returns the texts or the tokens of a load's answers."""
 
 
 def loads(bench: Bench, dice: random.Random, sizes: Sequence[int], n_tokens: int) -> list[Load]:
@@ -116,35 +115,34 @@ class Engines:
             engine.close()
 
 
-def through_worker(producer: Producer, cache: str, load: Load) -> list[str]:
-    """Jobs through Redis and a worker process; agents are new every time. `cache`: of the jobs."""
+def through_worker(producer: Producer, load: Load) -> list[str]:
+    """Jobs through Redis and a worker process; agents are new every time, and their turns are saved."""
     agents = f"{time.monotonic_ns()}"
     results = producer.results(
         producer.submit_many(
-            {"agent_id": f"{agents}-{n}", "cache": cache, "prompt": job.text, "max_tokens": job.max_tokens}
+            {"agent_id": f"{agents}-{n}", "prompt": job.text, "max_tokens": job.max_tokens}
             for n, job in enumerate(load.jobs)
         ),
         timeout_s=600,
     )
-    if any(result.usage.cached_tokens or result.cache.saved == (cache == "off") for result in results):
-        raise RuntimeError("a job had a cache, or its own was saved against the plan")
+    if any(result.usage.cached_tokens or not result.cache.saved for result in results):
+        raise RuntimeError("a job had a cache, or its own was not saved")
     return [result.text for result in results]
 
 
 @contextmanager
-def pipelines(bench: Bench, folder: Path, places: int) -> Iterator[Contestants]:
-    """A private server and worker, for agents whose turns are saved and for jobs without memory."""
+def pipeline(bench: Bench, folder: Path, places: int) -> Iterator[Contestant]:
+    """Through a private server and worker."""
     options = ("--max-batch", str(places), "--model", bench.source, "--dtype", bench.dtype)
     with (
         EmbeddedServer(folder / "redis") as server,
         Producer(server.url) as producer,
         WorkerProcess(server.url, folder / "store", *options),
     ):
-        ways = {"pipeline": "readwrite", "unsaved": "off"}
-        yield {name: partial(through_worker, producer, cache) for name, cache in ways.items()}
+        yield partial(through_worker, producer)
 
 
-def compare(bench: Bench, load: Load, contestants: Contestants, rounds: int) -> None:
+def compare(bench: Bench, load: Load, contestants: dict[str, Contestant], rounds: int) -> None:
     """Run every contestant once a round, after a few tokens of each sequence as a warm-up."""
     note(f"{load.name}, {rounds} rounds")
     for contestant in contestants.values():
@@ -171,43 +169,31 @@ def measured(load: Load) -> Json:
     return found
 
 
-def _kept(loads: Sequence[Load], before: str, after: str) -> Json:
-    """The share of the speed of `before` that `after` keeps, over all rounds of all loads."""
-    pairs = (zip(load.seconds[before], load.seconds[after], strict=True) for load in loads)
-    shares = [one / other for pair in pairs for one, other in pair]
-    return spread(shares) | {"middle_half": [round(share, 3) for share in statistics.quantiles(shares)[::2]]}
-
-
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     dice = random.Random(10)
-    by_size = loads(bench, dice, (1, 3) if quick else (1, 2, 4, 8, 16, 32), 3 if quick else 24)
-    longer = longer_loads(bench, dice, *((3, 6, 6) if quick else (16, 64, 32)))
-    engines = Engines(bench)
-    alone: Contestants = {"bare": partial(bare, bench), "engine": engines.run}
-    with pipelines(bench, folder, by_size[-1].places) as others:
+    by_size = loads(bench, dice, (1, 3) if quick else (1, 8, 32), 3 if quick else 24)
+    longer = longer_loads(bench, dice, *((3, 6, 6) if quick else (16, 48, 20)))
+    alone: dict[str, Contestant] = {"bare": partial(bare, bench)}
+    with closing(Engines(bench)) as engines, pipeline(bench, folder, by_size[-1].places) as through:
+        alone["engine"] = engines.run
         for load in by_size:
-            # Short loads are disturbed most by the machine's other work, and cost least.
-            compare(bench, load, {**alone, **others}, 1 if quick else 11 if load.places <= 8 else 5)
-    for load in longer:
-        compare(bench, load, alone, 1 if quick else 5)
-    engines.close()
+            compare(bench, load, {**alone, "pipeline": through}, 1 if quick else 5 if load.places < 16 else 3)
+        for load in longer:
+            compare(bench, load, alone, 1 if quick else 3)
     rows = [measured(load) for load in (*by_size, *longer)]
     sized, steady, churning = rows[: len(by_size)], rows[-2], rows[-1]
-    engine, pipeline = TARGETS.values()
     verdict = {
-        "engine_097_at_every_batch_size": all(row["engine_ratio"]["median"] >= engine for row in sized),
-        "pipeline_095_at_every_batch_size": all(row["pipeline_ratio"]["median"] >= pipeline for row in sized),
-        "engine_097_with_steady_rows": steady["engine_ratio"]["median"] >= engine,
-        "engine_097_with_churning_rows": churning["engine_ratio"]["median"] >= engine,
+        "engine_097_at_every_batch_size": all(row["engine_ratio"]["median"] >= TARGETS["engine"] for row in sized),
+        "pipeline_095_at_every_batch_size": all(
+            row["pipeline_ratio"]["median"] >= TARGETS["pipeline"] for row in sized
+        ),
+        "engine_097_with_steady_rows": steady["engine_ratio"]["median"] >= TARGETS["engine"],
+        "engine_097_with_churning_rows": churning["engine_ratio"]["median"] >= TARGETS["engine"],
         "all_texts_equal": all(map(same_text, rows)),
     }
     return {
         "verdict": verdict,
         "loads": rows,
-        "kept_by": {
-            "process_and_server": _kept(by_size, "engine", "unsaved"),
-            "saves": _kept(by_size, "unsaved", "pipeline"),
-        },
         "worst_engine_ratio": min(row["engine_ratio"]["median"] for row in rows),
         "worst_pipeline_ratio": min(row["pipeline_ratio"]["median"] for row in sized),
     }
@@ -217,7 +203,7 @@ def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
     """A full batch and one sequence: the engine, and then a worker too. A CPU's full batch has eight places."""
     sizes, n_tokens = ((32, 1), 96) if bench.on_gpu else ((8, 1), 16)
 
-    def rows(name: str, contestant: Callable[[Load], Sequence[Any]]) -> Iterator[Json]:
+    def rows(name: str, contestant: Contestant) -> Iterator[Json]:
         for load in loads(bench, random.Random(10), sizes, n_tokens):
             compare(bench, load, {"bare": partial(bare, bench), name: contestant}, 5)
             found = measured(load)
@@ -229,8 +215,8 @@ def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
 
     with closing(Engines(bench)) as engines:
         yield from rows("engine", engines.run)
-    with pipelines(bench, folder, sizes[0]) as others:
-        yield from rows("pipeline", others["pipeline"])
+    with pipeline(bench, folder, sizes[0]) as through:
+        yield from rows("pipeline", through)
 
 
 TARGETS = {"engine": 0.97, "pipeline": 0.95}
@@ -238,19 +224,14 @@ RATIOS = {
     "load": "{name}", "tokens": "{generated}", "bare, tokens/s": "{bare_tokens_per_s:.3g}",
     "engine, tokens/s": "{engine_tokens_per_s:.3g}", "pipeline, tokens/s": "{pipeline_tokens_per_s:.3g}",
     "engine / bare": "{engine_ratio:.3g}", "pipeline / bare": "{pipeline_ratio:.3g}",
-    "pipeline without saves / bare": "{unsaved_ratio:.3g}", "same text": "{same}",
+    "rounds": "{engine_ratio[n]}", "same text": "{same}",
 }  # fmt: skip
-KEPT = {
-    "process_and_server": "Process, server and wire keep {median} of the engine's speed",
-    "saves": "Saves keep {median} of the speed without them",
-}
 
 
 def render(content: Json, results: Path) -> Report:
-    plot(content, results)
     rows = [{**row, "same": same_text(row)} for row in content["loads"]]
     number = say(content, "at worst engine {worst_engine_ratio}, pipeline {worst_pipeline_ratio} of a bare loop")
-    parts = {"summary": _summary(content, rows), "ratios": columns(rows, RATIOS)}
+    parts = {"summary": _summary(rows), "ratios": columns(rows, RATIOS)}
     return Report("throughput against a bare loop", number, parts)
 
 
@@ -258,7 +239,7 @@ def same_text(load: Json) -> bool:
     return all(load[key] for key in load if key.endswith("_same_text"))
 
 
-def _summary(content: Json, rows: list[Json]) -> str:
+def _summary(rows: list[Json]) -> str:
     told = []
     for who, target in TARGETS.items():
         found = {row["name"]: row[f"{who}_ratio"] for row in rows if f"{who}_ratio" in row}
@@ -267,23 +248,7 @@ def _summary(content: Json, rows: list[Json]) -> str:
         told.append(
             f"The {who} reaches its {target} in {len(met)} of {len(found)} loads; the least is {short(least)} ({name})."
         )
-    middle = " (the middle half of {n} rounds: {middle_half[0]} to {middle_half[1]})."
-    return "\n".join([*told, *(say(content["kept_by"][name], said + middle) for name, said in KEPT.items())])
-
-
-def plot(content: Json, results: Path) -> None:
-    rows = [row for row in content["loads"] if "pipeline_ratio" in row]
-    places = [row["places"] for row in rows]
-    with figure(content, results, "throughput", (11, 4.2), panels=(1, 2)) as (speed, ratio):
-        lines(speed, places, {who: [row[f"{who}_tokens_per_s"] for row in rows] for who in ("bare", *TARGETS)})
-        lines(ratio, places, {f"{who} (asked: {asked})": [row[f"{who}_ratio"] for row in rows]
-                              for who, asked in TARGETS.items()})  # fmt: skip
-        speed.set_ylabel("generated tokens/s")
-        ratio.set_ylabel("of a bare loop's speed")
-        for axes in (speed, ratio):
-            axes.set(xscale="log", xlabel="rows in the batch")
-            axes.set_xticks(places, [str(n) for n in places], minor=False)
-            axes.minorticks_off()
+    return "\n".join(told)
 
 
 if __name__ == "__main__":
