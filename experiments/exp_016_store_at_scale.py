@@ -1,4 +1,4 @@
-"""EXP-016: a store of 300,000 agents and an agent of 10,000 turns: files, memory, start, listing, jobs per second.
+"""EXP-016: a store of many agents and an agent of 10,000 turns: files, memory, start, listing, jobs per second.
 Scripted engine, real server; no model and no MLX."""
 
 import json
@@ -8,13 +8,12 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from command import server_main
 from common import HERE, Json, in_turn, note, rss_mib, spread, take_turns, timed
 from queue_bench import jobs_per_s
 from redis import Redis
-from report import Report, columns, figure, lines, listed, percent, say
+from report import Report, columns, listed, percent, say
 from store_bench import scripted_model, sizes, submit, take_turn, wait_for
 from worker_process import SCRIPTED, WorkerProcess
 
@@ -24,46 +23,39 @@ from stoker_worker.memory.store import AgentCacheStore
 AT_REST_S = 3.0
 
 
-def through_the_worker(url: str, folder: Path, few: int, many: int, *, rate_jobs: int, rounds: int) -> Json:
-    """One-turn agents through a real worker: its rate with and without memory, files and memory at rest."""
+def through_the_worker(url: str, folder: Path, few: int, many: int, *, rounds: int) -> Json:
+    """One-turn agents through a real worker: its rate, its files and its memory at rest."""
     note(f"jobs per second, {rounds} rounds")
-    ways: dict[str, Json] = {"with": {}, "without": {"cache": "off", "context": "full"}}
-    rates: dict[str, list[float]] = {way: [] for way in ways}
-    for number, way in in_turn(list(ways), rounds):
-        rates[way].append(rate(url, folder / f"{way} {number}", rate_jobs, **ways[way]))
+    rates = [rate(url, folder / f"rate {number}", few) for number in range(rounds)]
     note(f"{many} agents through the worker")
     store, at_rest = folder / "worker", []
     with Redis.from_url(url) as connection, Producer(connection) as producer:
         connection.flushdb()
         with WorkerProcess(url, store, *SCRIPTED) as worker:
             for first, last in ((0, few), (few, many)):
-                begin = time.perf_counter()
                 submit(producer, range(first, last))
                 wait_for(connection, last)
-                took = time.perf_counter() - begin
                 time.sleep(AT_REST_S)
                 at_rest.append(round(rss_mib(worker.pid), 1))
     return {
         "agents": [few, many], "rss_mb": at_rest, "rss_growth_mb": round(at_rest[1] - at_rest[0], 1),
-        "jobs_per_s_of_all": round((many - few) / took, 1), "rate_jobs": rate_jobs,
-        **{f"{way}_memory_per_s": spread(found, digits=0) for way, found in rates.items()}, **sizes(store),
-        "ls_s": listing(store),
+        "rate_jobs": few, "with_memory_per_s": spread(rates, digits=0), **sizes(store),
     }  # fmt: skip
 
 
-def rate(url: str, store: Path, jobs: int, **fields: Any) -> float:
+def rate(url: str, store: Path, jobs: int) -> float:
     """Jobs per second from the first job's start to the last one's end, by a worker that ends with them."""
     with Redis.from_url(url) as connection, Producer(connection) as producer:
         connection.flushdb()
-        ids = submit(producer, range(jobs), **fields)
+        ids = submit(producer, range(jobs))
         with WorkerProcess(url, store, *SCRIPTED, "--burst") as worker:
             worker.wait()
         return jobs_per_s(connection, ids)
 
 
-def directly(folder: Path, count: int, samples_at: list[int]) -> Json:
+def directly(folder: Path, samples_at: list[int]) -> Json:
     """One-turn agents through the store alone, in a process of its own."""
-    command = [sys.executable, str(HERE / "store_bench.py"), str(folder), str(count), json.dumps(samples_at)]
+    command = [sys.executable, str(HERE / "store_bench.py"), str(folder), json.dumps(samples_at)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         samples = []
@@ -86,9 +78,9 @@ def _opening_s(folder: Path) -> float:
 
 
 def listing(folder: Path, rounds: int = 5) -> Json:
-    """Seconds of `memory ls`, the whole command, and of a `python` that only imports the command's group."""
+    """Seconds of `memory ls`, the whole command."""
     command = [sys.executable, "-m", "stoker_worker", "memory", "ls", "--store", str(folder)]
-    ways = {"used": command, "size": [*command, "--sort", "size"], "help": [*command, "--help"]}
+    ways = {"used": command, "size": [*command, "--sort", "size"]}
     run = partial(subprocess.run, capture_output=True, check=True)
     taken = take_turns({name: partial(timed, partial(run, way)) for name, way in ways.items()}, rounds)
     return {name: spread([ms / 1000 for ms in values]) for name, values in taken.items()}
@@ -137,11 +129,11 @@ def opening_ms(store: AgentCacheStore, name: str, rounds: int) -> Json:
 
 
 def run(url: str, folder: Path, *, quick: bool) -> Json:
-    few, many, most, turns = (100, 300, 1000, 300) if quick else (3000, 20_000, 300_000, 10_000)
+    few, many, turns = (100, 300, 300) if quick else (800, 2800, 10_000)
+    samples_at = [100, 300, 1000] if quick else [3000, 20_000, 50_000]
     rounds = 1 if quick else 5
-    samples_at = sorted({few, many, *(most * share // 6 for share in range(1, 7))})
-    through = through_the_worker(url, folder, few, many, rate_jobs=few, rounds=rounds)
-    direct = directly(folder / "direct", most, samples_at)
+    through = through_the_worker(url, folder, few, many, rounds=rounds)
+    direct = directly(folder / "direct", samples_at)
     restart = restarts(url, folder / "direct", folder / "empty", rounds)
     long = long_conversation(folder / "long", turns, 20)
     last = direct["samples"][-1]
@@ -168,13 +160,10 @@ NUMBER = (
 )
 WORKER = {
     "jobs/s with memory, {rate_jobs} jobs": "{with_memory_per_s:.0f}",
-    "jobs/s without memory, {rate_jobs} jobs": "{without_memory_per_s:.0f}",
-    "jobs/s from agent {agents[0]:,} to agent {agents[1]:,}, submitting included": "{jobs_per_s_of_all}",
     "memory of the worker at rest after {agents[0]:,} agents": "{rss_mb[0]} MB",
     "memory of the worker at rest after {agents[1]:,} agents": "{rss_mb[1]} MB",
     "files after {agents[1]:,} agents": "{files:,}",
     "database after {agents[1]:,} agents": "{database_mb:.1f} MB",
-    "`memory ls`, s": "{ls_s[used]:.2f}",
 }
 DIRECT = {
     "agents": "{agents:,}", "after s": "{s:,.0f}", "RSS MB": "{rss_mb}", "files": "{files:,}",
@@ -187,13 +176,11 @@ RESTART = {
     "opening the store, in one process": "{open_s:.3f}",
     "`memory ls`, last used first": "{ls_s[used]:.2f}",
     "`memory ls --sort size`": "{ls_s[size]:.2f}",
-    "`memory ls --help`": "{ls_s[help]:.2f}",
 }
 LONG = {"turns": "{turns:,}", "tokens": "{tokens:,}", "opening, ms": "{open_ms:.2f}"}
 
 
 def render(content: Json, results: Path) -> Report:
-    plot(content, results)
     samples, long, worker = content["direct"]["samples"], content["long"], content["worker"]
     known = {**content, "first": samples[0], "last": samples[-1], "turns": long["points"][-1]["turns"]}
     sizes = [
@@ -210,22 +197,6 @@ def render(content: Json, results: Path) -> Report:
         "restart": listed({**content["direct"], **content["restart"]}, of_start, RESTART),
         "long": columns([*long["points"], alike], LONG),
     })  # fmt: skip
-
-
-def plot(content: Json, results: Path) -> None:
-    samples, long = content["direct"]["samples"], content["long"]
-    agents = [one["agents"] / 1000 for one in samples]
-    shown = {"memory of the process, MB": ("rss_mb", 1), "files, thousands": ("files", 1000),
-             "database, MB": ("database_bytes", 1e6)}  # fmt: skip
-    with figure(content, results, "growth", (13, 3.2), panels=(1, 4)) as (*panels, turns):
-        for axes, (label, (key, scale)) in zip(panels, shown.items(), strict=True):
-            lines(axes, agents, {"": [one[key] / scale for one in samples]})
-            axes.set(xlabel="agents, thousands", ylabel=label, ylim=(0, None))
-        points = long["points"]
-        lines(turns, [point["turns"] for point in points], {"one agent": [point["open_ms"] for point in points]})
-        alike = long["ten_turns_as_long_ms"]["median"]
-        turns.axhline(alike, linestyle="--", color="gray", label="10 turns, as long at the end")
-        turns.set(xscale="log", xlabel="turns", ylabel="opening, ms", ylim=(0, None))
 
 
 if __name__ == "__main__":

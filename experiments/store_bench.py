@@ -56,15 +56,15 @@ def prompt_of(number: int) -> str:
     return f"Question {number}: what is the capital of the country with number {number}?"
 
 
-def fill(folder: Path, count: int, samples_at: list[int]) -> None:
+def fill(folder: Path, samples_at: list[int]) -> None:
     """Prints a line of JSON for each sample: so many agents, seconds since the start, memory and sizes."""
     model, start = scripted_model(), time.perf_counter()
     store = AgentCacheStore(folder)
     store.start_upkeep()
     done = 0
     for goal in samples_at:
-        _in_threads(store, model, range(done, min(goal, count)))
-        done = min(goal, count)
+        _in_threads(store, model, range(done, goal))
+        done = goal
         rate_s = time.perf_counter() - start
         time.sleep(2.0)
         gc.collect()
@@ -102,9 +102,9 @@ def sizes(folder: Path) -> dict[str, int]:
     }  # fmt: skip
 
 
-def submit(producer: Producer, numbers: range, **fields: Any) -> list[str]:
+def submit(producer: Producer, numbers: range) -> list[str]:
     """A job of each of these agents; the jobs' ids."""
-    request, ids = {"max_tokens": ANSWER_TOKENS, "context": "append", **fields}, []
+    request, ids = {"max_tokens": ANSWER_TOKENS, "context": "append"}, []
     for first in range(0, len(numbers), 1000):
         some = numbers[first : first + 1000]
         jobs = [{"agent_id": f"agent {n}", "prompt": prompt_of(n), **request} for n in some]
@@ -121,4 +121,4 @@ def wait_for(connection: "Redis[Any]", count: int) -> None:
 
 
 if __name__ == "__main__":
-    fill(Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))
+    fill(Path(sys.argv[1]), json.loads(sys.argv[2]))
