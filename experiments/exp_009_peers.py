@@ -9,49 +9,34 @@ import json
 import statistics
 import subprocess
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
 
 from answer_differences import EQUAL, UNEXPLAINED
 from bench import Bench, main
 from common import Json, ratios, spread
 from peer_servers import STOKER, VLLM_MLX, Servers
-from peer_turns import FIRST, KEPT, KILLED, STOPPED, STREAMED, backlogs, converse
+from peer_turns import FIRST, KEPT, KILLED, STOPPED, backlogs, converse
 from report import Report, columns, machine_line, say, span, table
 
 from stoker_worker.models.blas import find_blas
 
 AGENTS = 8
 MOST_FIRST, MOST_LATER, MOST_FLEET, LEAST_RATE = 0.75, 1.0, 0.5, 1.3
-FLEET_TURNS = (FIRST, KEPT, STOPPED)
+TURNS, FLEET_TURNS = (FIRST, KEPT, KILLED), (FIRST, KEPT, STOPPED)
 SHARE_IN_RAM = 1 / 4
 
 
-FULL: Final[Json] = {
-    "repeats": 3, "turns": (FIRST, KEPT, KEPT, STREAMED, STOPPED, KILLED), "loses": True, "n_tokens": 300,
-    "max_tokens": 24, "fleet": 48, "n_jobs": 100, "most_tokens": 300, "backlogs": 2,
-}  # fmt: skip
-QUICK: Final[Json] = {
-    "repeats": 1, "turns": (FIRST, STREAMED, KEPT, KILLED), "loses": False, "n_tokens": 40, "max_tokens": 4, "fleet": 4,
-    "n_jobs": 4, "most_tokens": 40, "backlogs": 1,
-}  # fmt: skip
-"""Conversations with each agent, one after the other, and their sizes as in `converse` (`loses` in the last one only);
-agents of the fleet; backlogs and their sizes, as in `backlogs`."""
-
-
 def run(bench: Bench, folder: Path, *, quick: bool, vllm_mlx: str | None) -> Json:
-    size = QUICK if quick else FULL
     servers = _servers(bench, folder, AGENTS, Path(vllm_mlx) if vllm_mlx else None)
-    lengths = {name: size[name] for name in ("n_tokens", "max_tokens")}
-    repeats = [
-        converse(bench, servers, size["turns"], number, **lengths, loses=size["loses"] and number == size["repeats"])
-        for number in range(1, size["repeats"] + 1)
-    ]
-    fleet = _fleet(bench, servers, size["fleet"], size["repeats"] + 1, lengths)
-    of_jobs = {name: size[name] for name in ("n_jobs", "most_tokens")}
-    jobs = backlogs(bench, servers, **of_jobs, rounds=size["backlogs"])
+    lengths = {"n_tokens": 40, "max_tokens": 4} if quick else {"n_tokens": 200, "max_tokens": 12}
+    repeats = converse(bench, servers, "conversations", TURNS, 1 if quick else 3, **lengths)
+    fleet = _fleet(bench, servers, 4 if quick else 20, lengths)
+    of_jobs = (
+        {"n_jobs": 4, "most_tokens": 40, "rounds": 1} if quick else {"n_jobs": 24, "most_tokens": 200, "rounds": 3}
+    )
+    jobs = backlogs(bench, servers, **of_jobs)
     of_peers = _ratios(repeats)
     answers = [one for part in (*repeats, fleet, jobs) for found in part["answers"].values() for one in found]
     verdict = {
@@ -67,7 +52,7 @@ def run(bench: Bench, folder: Path, *, quick: bool, vllm_mlx: str | None) -> Jso
         "verdict": verdict,
         "versions": _versions_found(vllm_mlx),
         "agents": AGENTS,
-        "tokens_at_first": size["n_tokens"],
+        "tokens_at_first": lengths["n_tokens"],
         "ratios": of_peers,
         "repeats": list(map(_without_equal, repeats)),
         "fleet": _without_equal(fleet),
@@ -75,11 +60,11 @@ def run(bench: Bench, folder: Path, *, quick: bool, vllm_mlx: str | None) -> Jso
     }
 
 
-def _fleet(bench: Bench, servers: Servers, n_agents: int, number: int, lengths: Json) -> Json:
+def _fleet(bench: Bench, servers: Servers, n_agents: int, lengths: Json) -> Json:
     """Three turns of agents whose caches are four times as large as the RAM that any server may keep them in."""
     per_agent = (lengths["n_tokens"] + len(FLEET_TURNS) * 40) * bench.facts["cache_bytes_per_token"]
     fleet = replace(servers, agents=n_agents, cache_bytes=int(SHARE_IN_RAM * n_agents * per_agent))
-    talk = converse(bench, fleet, FLEET_TURNS, number, **lengths, loses=False)
+    (talk,) = converse(bench, fleet, "fleet", FLEET_TURNS, 1, **lengths)
     whole = {name: sum(turn["s"] for turn in turns) for name, turns in talk["turns"].items()}
     best = min((name for name in whole if name != STOKER), key=lambda name: whole[name])
     later = {name: whole[name] - talk["turns"][name][0]["s"] for name in (STOKER, best)}
@@ -91,7 +76,7 @@ def short_form(bench: Bench, folder: Path) -> list[Json]:
     """Beside mlx_lm.server, both kept running."""
     servers = _servers(bench, folder, 4, None)
     kinds = (FIRST, KEPT, KEPT, KEPT)
-    talk = converse(bench, servers, kinds, 1, n_tokens=200, max_tokens=16, loses=False)
+    (talk,) = converse(bench, servers, "conversations", kinds, 1, n_tokens=200, max_tokens=16)
     jobs = backlogs(bench, servers, n_jobs=24, most_tokens=120, rounds=3)
     seconds = {name: [turn["s"] for turn in turns] for name, turns in talk["turns"].items()}
     peer = next(name for name in seconds if name != STOKER)
@@ -121,7 +106,7 @@ def _ratios(repeats: Sequence[Json]) -> Json:
 
     peers = [name for name in repeats[0]["turns"] if name != STOKER]
     found = {}
-    for kind in dict.fromkeys(turn["kind"] for turn in repeats[0]["turns"][STOKER] if turn["kind"] != STREAMED):
+    for kind in dict.fromkeys(turn["kind"] for turn in repeats[0]["turns"][STOKER]):
         of_peers = FIRST if kind == FIRST else KEPT
         best = min(peers, key=lambda name: statistics.median(median(one, name, of_peers) for one in repeats))
         ours = [median(repeat, STOKER, kind) for repeat in repeats]
@@ -174,10 +159,7 @@ def render(content: Json, results: Path) -> Report:
                         for name, found in starts.items() for kind, seconds in found.items()]),
         "fleet": table(("server", "first turn", "second", "third, restarted if its caches survive that", "all"),
                        [(name, *(f"{s:.1f} s" for s in (*found, sum(found)))) for name, found in of_fleet.items()]),
-        "parts": _parts(turns[STOKER], kinds),
         "backlog": table(("server", "the backlog", "jobs/s"), rates),
-        "first tokens": table(("server", "to the first token, mean of the agents", "from there to the last answer"),
-                              [(name, *_first_tokens(found)) for name, found in turns.items()]),
         "answers": _answers(content),
     })  # fmt: skip
 
@@ -212,25 +194,6 @@ def _summary(content: Json) -> str:
         f"{'Every answer is equal or explained.' if are_explained else 'Some answers are neither equal nor explained.'}"
         f"{'' if content['versions'] else ' vllm-mlx was not run.'}"
     )
-
-
-def _parts(turns: Sequence[Json], kinds: Sequence[str]) -> str:
-    """Of stoker's rounds; medians, so the parts need not add up."""
-
-    def row(name: str, of: str, unit: str) -> tuple[str, ...]:
-        found = (statistics.median(turn[of][name] for turn in turns if turn["kind"] == kind) for kind in kinds)
-        return (name, *(f"{value:.{2 if unit else 0}f}{unit}" for value in found))
-
-    rows = [row(part, "parts", " s") for part in turns[0]["parts"]]
-    rows += [row(what, "work", " s" if what.startswith("seconds") else "") for what in turns[0]["work"]]
-    return table(("of stoker's round", *kinds), rows)
-
-
-def _first_tokens(turns: Sequence[Json]) -> Iterator[str]:
-    """Of the rounds whose answers were streamed: until the first token, and from there to the last answer."""
-    streamed = [turn for turn in turns if turn["kind"] == STREAMED]
-    yield span(spread([turn["first_token_s"] for turn in streamed], digits=2), " s")
-    yield span(spread([turn["s"] - turn["first_token_s"] for turn in streamed], digits=2), " s")
 
 
 def _answers(content: Json) -> str:

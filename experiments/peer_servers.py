@@ -7,8 +7,7 @@ import signal
 import socket
 import sys
 import time
-import urllib.request
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -25,11 +24,6 @@ from stoker_worker.embedded_redis import EmbeddedServer
 PLACES = 16
 STOKER, MLX_LM, VLLM_MLX = "stoker", "mlx_lm.server", "vllm-mlx"
 _PATIENCE_S = 1800.0
-_WORK = {
-    "steps": "step_time_seconds_count",
-    "seconds in steps": "step_time_seconds_sum",
-    "sequences, over all steps": "step_sequences_total",
-}
 
 Message = dict[str, str]
 Conversed = Mapping[str, Sequence[Message]]
@@ -53,14 +47,10 @@ class Answer:
     Attributes:
         n_prompt: the prompt's tokens, as the server counts them.
         n_cached: of them, those that it did not prefill; ``None``: it does not tell.
-        timing: of stoker's jobs, their own record.
-        first_token_s: from the request on; ``None`` if the answer was not streamed.
     """
 
     text: str
     n_prompt: int
-    timing: Json | None = None
-    first_token_s: float | None = None
     n_cached: int | None = None
 
 
@@ -72,16 +62,11 @@ class Stoker:
 
     survived = frozenset((signal.SIGTERM, signal.SIGKILL))
 
-    def __init__(self, producer: Producer, worker: WorkerProcess, metrics_port: int) -> None:
-        self._producer, self._metrics = producer, f"http://127.0.0.1:{metrics_port}/metrics"
-        self.restart = worker.restart
+    def __init__(self, producer: Producer, worker: WorkerProcess) -> None:
+        self._producer, self.restart = producer, worker.restart
 
-    def turns(self, conversations: Conversed, max_tokens: int, *, streams: bool = False) -> dict[str, Answer]:
-        """The next answer of each agent; a conversation ends with the user's new message.
-
-        Args:
-            streams: whether to note the time of the first token; stoker does so anyway.
-        """
+    def turns(self, conversations: Conversed, max_tokens: int) -> dict[str, Answer]:
+        """The next answer of each agent; a conversation ends with the user's new message."""
 
         def ask(agent: str) -> Answer:
             message = conversations[agent][-1]
@@ -98,12 +83,6 @@ class Stoker:
         )
         return list(map(_answer, self._producer.results(tickets, _PATIENCE_S)))
 
-    def work(self) -> dict[str, float]:
-        """What its engine has done since it started; a peer does not tell."""
-        with urllib.request.urlopen(self._metrics) as response:
-            lines = dict(line.rsplit(maxsplit=1) for line in response.read().decode().splitlines())
-        return {what: float(lines[f"stoker_{name}"]) for what, name in _WORK.items()}
-
 
 class HttpServer:
     """A peer behind OpenAI's chat completions, with the methods of `Stoker`."""
@@ -112,19 +91,16 @@ class HttpServer:
         self.port, self._model, self.survived = port, model, survived
         self.process: ServerProcess | None = None
 
-    def turns(self, conversations: Conversed, max_tokens: int, *, streams: bool = False) -> dict[str, Answer]:
-        return _each_by_itself(lambda agent: self._ask(conversations[agent], max_tokens, streams), conversations)
+    def turns(self, conversations: Conversed, max_tokens: int) -> dict[str, Answer]:
+        return _each_by_itself(lambda agent: self._ask(conversations[agent], max_tokens), conversations)
 
     def backlog(self, name: str, jobs: Sequence[Job]) -> list[Answer]:
         with ThreadPoolExecutor(2 * PLACES) as threads:  # so that none of its places waits for a client
-            return list(threads.map(lambda job: self._ask(job.messages, job.max_tokens, False), jobs))
+            return list(threads.map(lambda job: self._ask(job.messages, job.max_tokens), jobs))
 
     def restart(self, with_signal: signal.Signals) -> float:
         assert self.process is not None
         return self.process.restart(with_signal)
-
-    def work(self) -> dict[str, float]:
-        return {}
 
     def is_ready(self) -> bool:
         try:
@@ -133,17 +109,15 @@ class HttpServer:
         except OSError:
             return False
 
-    def _ask(self, messages: Sequence[Message], max_tokens: int, streams: bool) -> Answer:
+    def _ask(self, messages: Sequence[Message], max_tokens: int) -> Answer:
         body: Json = {"messages": list(messages), "max_tokens": max_tokens, "temperature": 0.0}
         body |= {"model": self._model} if self._model else {}
-        body |= {"stream": True, "stream_options": {"include_usage": True}} if streams else {}
-        began = time.perf_counter()
         while True:
             try:
                 with self._response("POST", "/v1/chat/completions", body, _PATIENCE_S) as response:
                     if response.status != 200:
                         raise RuntimeError(response.read())
-                    return _streamed(response, began) if streams else _whole(json.load(response))
+                    return _whole(json.load(response))
             except ConnectionResetError:
                 time.sleep(0.1)  # mlx_lm.server listens to five new clients at a time, and turns the others away
 
@@ -158,21 +132,6 @@ def _whole(reply: Json) -> Answer:
     text, usage = reply["choices"][0]["message"].get("content") or "", reply["usage"]
     n_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     return Answer(text, usage["prompt_tokens"], n_cached=n_cached)
-
-
-def _streamed(lines: Iterable[bytes], began: float) -> Answer:
-    """An answer from server-sent events."""
-    text, n_prompt, first_token_s = "", 0, None
-    for line in lines:
-        if not line.startswith(b"data: {"):
-            continue
-        event = json.loads(line.removeprefix(b"data: "))
-        for choice in event["choices"]:
-            if piece := choice["delta"].get("content"):
-                first_token_s = first_token_s or time.perf_counter() - began
-                text += piece
-        n_prompt = (event.get("usage") or {}).get("prompt_tokens", n_prompt)
-    return Answer(text, n_prompt, first_token_s=first_token_s)
 
 
 Server = Stoker | HttpServer
@@ -194,8 +153,7 @@ def job_agent(backlog: str, n: int) -> str:
 
 
 def _answer(result: GenerationResult) -> Answer:
-    timing, usage = result.timing, result.usage
-    return Answer(result.text, usage.prompt_tokens, timing.model_dump(), timing.first_token_s, usage.cached_tokens)
+    return Answer(result.text, result.usage.prompt_tokens, result.usage.cached_tokens)
 
 
 @dataclass(frozen=True)
@@ -245,11 +203,10 @@ def rotated(servers: Mapping[str, Server], n: int) -> list[str]:
 @contextmanager
 def _stoker(of: Servers, folder: Path) -> Iterator[Server]:
     with EmbeddedServer(folder / "redis") as redis, Producer(redis.url) as producer:
-        port = _free_port()
         options = ["--model", str(of.model), "--dtype", of.dtype, "--max-batch", str(PLACES)]
-        options += ["--metrics-port", str(port), *_limit("--memory-max-bytes", of.cache_bytes)]
+        options += _limit("--memory-max-bytes", of.cache_bytes)
         with WorkerProcess(redis.url, store(folder), *options) as worker:
-            yield Stoker(producer, worker, port)
+            yield Stoker(producer, worker)
 
 
 def store(folder: Path) -> Path:

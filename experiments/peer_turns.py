@@ -1,7 +1,7 @@
 """EXP-009's loads: the same conversations with every server, with and without restarts between their turns, and
 backlogs of short jobs, as fast as each can take them.
 
-Owns their order, their times, where stoker's jobs say that theirs went, and the comparison of all answers.
+Owns their order, their times, and the comparison of all answers.
 """
 
 import random
@@ -21,8 +21,7 @@ from prompts import SIX_KINDS, text_of
 
 from stoker_worker.memory.store import AgentCacheStore
 
-FIRST, KEPT, STREAMED = "first", "kept running", "kept running, streamed"
-STOPPED, KILLED = "after SIGTERM", "after SIGKILL"
+FIRST, KEPT, STOPPED, KILLED = "first", "kept running", "after SIGTERM", "after SIGKILL"
 _SIGNALS = {STOPPED: signal.SIGTERM, KILLED: signal.SIGKILL}
 
 
@@ -41,30 +40,33 @@ class Conversations:
 
 
 def converse(
-    bench: Bench, servers: Servers, turns: tuple[str, ...], number: int, *, n_tokens: int, max_tokens: int, loses: bool
-) -> Json:
-    """One conversation with each agent: the turns of every server, and its answers beside stoker's.
+    bench: Bench, servers: Servers, name: str, turns: tuple[str, ...], times: int, *, n_tokens: int, max_tokens: int
+) -> list[Json]:
+    """So many conversations with each agent, one after the other: the turns of every server, and its answers beside
+    stoker's.
 
     Args:
         turns: what comes before each turn. A server whose caches would not survive it keeps running instead.
-        number: of these conversations; others have other texts.
-        n_tokens: of the first messages.
-        loses: whether such servers are restarted once, too, at the end.
+        n_tokens: of the first messages, which differ from one conversation to the next.
     """
-    firsts = {f"agent {n}": _first_message(bench, number, n, n_tokens) for n in range(servers.agents)}
-    taken: dict[str, list[Json]] = defaultdict(list)
-    with servers.started(f"conversations {number}") as (started, folder):
-        of = {name: Conversations(firsts) for name in started}
-        for n, before in enumerate(turns):
-            for name in rotated(started, n + number):
-                survives = before not in _SIGNALS or _SIGNALS[before] in started[name].survived
-                taken[name].append(_turn(name, started[name], of[name], before if survives else KEPT, max_tokens))
-        for name, server in started.items():
-            lost = [kind for kind, one in _SIGNALS.items() if one not in server.survived]
-            for kind in lost[:1] if loses else ():
-                taken[name].append(_turn(name, server, of[name], kind, max_tokens))
-    note(f"conversations {number}: comparing answers")
-    return {"turns": dict(taken), "answers": _compared(bench, store(folder), of, lambda _: max_tokens)}
+    talks = []
+    with servers.started(name) as (started, folder):
+        for number in range(times):
+            agents = {f"agent {n} of {number}": n for n in range(servers.agents)}
+            firsts = {agent: _first_message(bench, number, n, n_tokens) for agent, n in agents.items()}
+            of = {server: Conversations(firsts) for server in started}
+            taken: dict[str, list[Json]] = defaultdict(list)
+            for n, before in enumerate(turns):
+                for server in rotated(started, n + number):
+                    survives = before not in _SIGNALS or _SIGNALS[before] in started[server].survived
+                    kind = before if survives else KEPT
+                    taken[server].append(_turn(server, started[server], of[server], kind, max_tokens))
+            talks.append((taken, of))
+    note(f"{name}: comparing answers")
+    return [
+        {"turns": dict(taken), "answers": _compared(bench, store(folder), of, lambda _: max_tokens)}
+        for taken, of in talks
+    ]
 
 
 def _first_message(bench: Bench, number: int, agent: int, n_tokens: int) -> str:
@@ -75,32 +77,12 @@ def _first_message(bench: Bench, number: int, agent: int, n_tokens: int) -> str:
 
 def _turn(name: str, server: Server, conversations: Conversations, kind: str, max_tokens: int) -> Json:
     start_s = round(server.restart(_SIGNALS[kind]), 2) if kind in _SIGNALS else None
-    before, began = server.work(), time.perf_counter()
-    answers = server.turns(conversations.messages, max_tokens, streams=kind == STREAMED)
+    began = time.perf_counter()
+    answers = server.turns(conversations.messages, max_tokens)
     seconds = time.perf_counter() - began
-    work = {what: round(done - before[what], 3) for what, done in server.work().items()}
     note(f"{name}: {kind}: {seconds:.1f} s")
     conversations.add(answers)
-    parts = _parts(seconds, answers) if name == STOKER else None
-    firsts = [one.first_token_s for one in answers.values() if one.first_token_s is not None]
-    first_token_s = round(statistics.mean(firsts), 3) if firsts else None
-    turn = {"kind": kind, "s": round(seconds, 3), "start_s": start_s, "first_token_s": first_token_s}
-    return {**turn, "parts": parts, "work": work}
-
-
-def _parts(seconds: float, answers: Mapping[str, Answer]) -> Json:
-    """Where the time went, as the jobs' own records have it: means over the agents, which add up to `seconds`."""
-    names = ("queued_s", "prefill_s", "first_token_s", "decode_s", "total_s")
-    mean = {name: statistics.mean(one.timing[name] for one in answers.values() if one.timing) for name in names}
-    parts = {
-        "to the claim": mean["queued_s"],
-        "restoring, and waiting for the batch": mean["first_token_s"] - mean["queued_s"] - mean["prefill_s"],
-        "prefill": mean["prefill_s"],
-        "decoding": mean["decode_s"],
-        "saving": mean["total_s"] - mean["first_token_s"] - mean["decode_s"],
-        "outside the job": seconds - mean["total_s"],
-    }
-    return {name: round(value, 3) for name, value in parts.items()}
+    return {"kind": kind, "s": round(seconds, 3), "start_s": start_s}
 
 
 def backlogs(bench: Bench, servers: Servers, *, n_jobs: int, most_tokens: int, rounds: int) -> Json:
