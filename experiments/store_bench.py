@@ -8,8 +8,8 @@ import gc
 import json
 import os
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def take_turn(
     cache: SequenceCache | None = None
     if with_cache:
         store.restore(tokens, agent=agent, model=model, salt=None)
-        cache = cache_of(tokens, 0)
+        cache = cache_of(tokens)
     text = (before.text or "" if before else "") + prompt
     transcript = Transcript(tokens, model.tokenizer_fingerprint, None, text, "eos")
     result = {"job_id": delivery.job_id, "agent_id": name, "text": prompt[:40], "metadata": {"filling": "-" * 400}}
@@ -80,11 +80,8 @@ def _in_threads(store: AgentCacheStore, model: LoadedModel, numbers: range) -> N
         for number in share:
             take_turn(store, model, f"agent {number}", prompt_of(number))
 
-    threads = [threading.Thread(target=run, args=(numbers[n::N_THREADS],)) for n in range(N_THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(N_THREADS) as threads:
+        list(threads.map(run, [numbers[n::N_THREADS] for n in range(N_THREADS)]))  # raises what a turn has raised
 
 
 def sizes(folder: Path) -> dict[str, int]:
