@@ -62,6 +62,7 @@ def set_key(url: str) -> None:
 
 def test_it_listens_on_loopback_keeps_everything_and_drops_nothing(folder):
     with EmbeddedServer(folder) as server, Redis.from_url(server.url) as connection:
+        assert server.start() == server.url  # starting twice is starting once
         config = connection.config_get("bind", "appendonly", "appendfsync", "maxmemory-policy", "dir")
     assert config == {
         "bind": "127.0.0.1",
@@ -71,6 +72,7 @@ def test_it_listens_on_loopback_keeps_everything_and_drops_nothing(folder):
         "dir": str(folder),
     }
     assert folder.stat().st_mode & 0o777 == 0o700
+    server.stop()
 
 
 def test_a_waiting_job_takes_the_memory_that_the_page_on_operations_promises(folder):
@@ -129,13 +131,6 @@ def test_a_server_whose_starter_lives_is_used_and_not_stopped(folder):
         with EmbeddedServer(folder) as second:
             assert second.url == first.url
         set_key(first.url)
-
-
-def test_starting_twice_is_starting_once_and_stopping_twice_is_stopping_once(folder):
-    server = EmbeddedServer(folder)
-    assert server.start() == server.start()
-    server.stop()
-    server.stop()
 
 
 def test_a_server_that_was_killed_itself_is_started_again_on_its_file(folder):

@@ -185,25 +185,30 @@ def test_a_rollback_of_the_shell_keeps_every_version_that_the_worker_keeps(comma
         for n in range(1, 18):
             agent("a").say(LONG[:n])
         kept = [x["version"] for x in json.loads(command("show", "a", "--json").stdout)["versions"]]
-        for _ in range(20):
+        for _ in range(5):
             command("rollback", "a")
         now = [x["version"] for x in json.loads(command("show", "a", "--json").stdout)["versions"]]
-        assert now == [*kept, *range(18, 38)]
+        assert now == [*kept, *range(18, 23)]
 
 
 # --- agents with work in flight ---
 
-CHANGES = {"rm": ("rm", "a", "--yes"), "rollback": ("rollback", "a"), "fork": ("fork", "b", "a2")}
+CHANGES: dict[str, list[tuple[str, ...]]] = {
+    "a": [("rollback", "a"), ("rm", "a", "--yes")],
+    "a2": [("fork", "b", "a2")],
+}
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_an_agent_with_work_in_flight_is_refused_or_waited_for(command: Command, two_agents: Path, name: str) -> None:
-    agent_id, arguments = "a2" if name == "fork" else "a", CHANGES[name]
+@pytest.mark.parametrize("agent_id", CHANGES)
+def test_an_agent_with_work_in_flight_is_refused_or_waited_for(
+    command: Command, two_agents: Path, agent_id: str
+) -> None:
     before = content(two_agents)
     with another_process_working_on(two_agents, agent_id) as other:
-        refused = command(*arguments, ok=False).output
-        assert f"AgentBusy: another process is working on agent {agent_id!r}" in refused
-        assert json.loads(command(*arguments, "--json", ok=False).stdout)["error"]["type"] == "AgentBusy"
+        for arguments in CHANGES[agent_id]:
+            refused = command(*arguments, ok=False).output
+            assert f"AgentBusy: another process is working on agent {agent_id!r}" in refused
+            assert json.loads(command(*arguments, "--json", ok=False).stdout)["error"]["type"] == "AgentBusy"
         assert content(two_agents) == before
         waiting = threading.Thread(target=command, args=(*arguments, "--wait"))
         waiting.start()

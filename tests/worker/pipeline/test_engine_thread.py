@@ -249,16 +249,12 @@ def job_of(n, **fields):
     return job
 
 
-def test_each_choice_has_a_guide_of_its_own():
-    job = job_of(3)
+def test_each_choice_has_a_guide_of_its_own_and_the_prompt_is_scored_once():
+    job = job_of(3, prompt_logprobs=2, prompt_logprobs_start=1)
     job.guide = SimpleNamespace(fork=SimpleNamespace)
-    guides = [work.guide for work in works_of(job)]
-    assert guides[0] is job.guide
-    assert len({id(guide) for guide in guides}) == 3
-
-
-def test_the_prompt_of_several_choices_is_scored_once():
-    works = list(works_of(job_of(3, prompt_logprobs=2, prompt_logprobs_start=1)))
+    works = list(works_of(job))
+    assert works[0].guide is job.guide
+    assert len({id(work.guide) for work in works}) == 3
     asked = [(work.request.prompt_logprobs, work.request.prompt_logprobs_start) for work in works]
     assert asked == [(2, 1), (None, 0), (None, 0)]
 
@@ -290,13 +286,7 @@ def test_the_result_has_all_choices_in_order_and_the_first_one_at_its_top():
     assert [choice.text for choice in result.choices] == ["text 5", "text 6", "text 7"]
     assert (result.text, result.finish_reason) == ("text 5", "length")
     assert (result.usage.completion_tokens, result.usage.prompt_tokens) == (18, len(job.prompt.ids))
-
-
-def test_a_job_with_one_choice_has_no_list_of_them():
-    job = job_of(1)
-    choices = Choices(job, [5])
-    choices.end(end(5))
-    assert result_of(job, choices.outcome().completion).choices is None
+    assert result_of(job_of(1), outcome.completion).choices is None
 
 
 def test_progress_is_that_of_all_choices_and_the_text_that_of_the_first():

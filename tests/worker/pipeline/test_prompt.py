@@ -345,16 +345,3 @@ def test_a_system_prompt_ends_where_prompts_with_other_questions_part():
     assert n_system(user("one")) == 0
     text = request(prompt="one")
     assert systems.n_tokens(text, build_prompt(text, None, MODEL, CODEC), CODEC) == 0
-
-
-def test_many_system_prompts_in_rotation_are_encoded_once_each():
-    class Noting(ScriptedTokenizer):
-        def encode_rendered(self, text):
-            encoded.append(text)
-            return super().encode_rendered(text)
-
-    encoded, systems = [], SystemPrompts()
-    for n in [*range(40), *range(40)]:
-        asked = request(messages=[{"role": "system", "content": f"Rhyme {n} lines."}, user("?")])
-        systems.n_tokens(asked, build_prompt(asked, None, MODEL, CODEC), Noting())
-    assert len(encoded) == 40

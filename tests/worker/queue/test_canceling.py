@@ -164,17 +164,6 @@ def test_a_cancel_whose_reply_was_lost_is_answered_true(producer, plain, monkeyp
     assert producer.ticket("job").cancel() is False
 
 
-def test_a_job_that_rq_could_not_end_in_its_save_can_be_canceled_once_it_is_enqueued_again(producer, plain, queue):
-    enqueue(plain, failure_ttl=60)
-    [job] = claim(queue)
-    job.begin_save()
-    [in_flight] = queue._in_flight.snapshot()
-    queue._job_finish.fail_bare(in_flight.run, "x")
-    job.release()
-    plain.failed_job_registry.requeue("job")
-    assert producer.ticket("job").cancel() is True
-
-
 @pytest.fixture
 def batch(redis_url, tmp_path, monkeypatch, capsys):
     """A batch of 20 lines in Redis, one for each agent; returns a command's exit code and what it prints."""

@@ -217,16 +217,6 @@ def test_every_later_loss_counts_and_an_end_resets_the_count(connection, submit,
     assert [(again.job_id, again.attempt) for again in claim(queue)] == [(job_id, 1)]
 
 
-def test_a_later_loss_counts_also_if_the_execution_is_gone(connection, submit, opened):
-    job_id, _ = submit("a", "b")
-    lose(opened, n_jobs=2)
-    queue = lose(opened, n_jobs=2)
-    assert len(claim(queue)) == 1
-    connection.delete(*connection.scan_iter(f"rq:execution:{job_id}:*"))
-    opened().recover()
-    assert counted(connection, job_id) == [3, 1]
-
-
 def test_a_recovery_whose_reply_is_lost_counts_no_job_as_alone_that_was_not(connection, submit, opened, monkeypatch):
     ids = submit("a", "b", "c")
     assert len(claim(opened())) == 3

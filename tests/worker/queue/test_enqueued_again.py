@@ -217,29 +217,6 @@ def test_a_lost_workers_job_that_was_enqueued_again_keeps_its_agents_order(
     assert nothing_is_left(connection, "job")
 
 
-def test_the_id_of_a_scheduled_job_in_the_queue_does_not_run_it_twice(connection, plain, queue):
-    request = {"agent_id": "a", "prompt": "x"}
-    plain.enqueue_in(timedelta(hours=1), TASK_PATH, request=request, job_id="job")
-    connection.rpush("rq:queue:generate", "job")
-    assert claim(queue) == []
-    assert places(connection, "job") == ["scheduled"]
-
-
-def test_a_run_replaced_through_another_queue_of_ours_leaves_nothing(redis_url, connection, enqueue):
-    settings = read_settings({"redis_url": redis_url, "queues": "high,generate"})
-    with open_queue(settings, redis_url) as opened:
-        queue = opened.rq_queue
-        enqueue("job", prompt="old")
-        (old,) = claim(queue)
-        rq_job = Job.fetch("job", connection, JSONSerializer)
-        Queue("high", connection=connection, serializer=JSONSerializer).enqueue_job(rq_job)
-        assert queue.withdrawn({}) == []
-        assert connection.llen("rq:queue:high") == 0
-        finish(old, RESULT)
-        assert claim(queue) == []
-    assert nothing_is_left(connection, "job")
-
-
 @pytest.mark.parametrize("first", ["finished", "failed", "canceled", "scheduled"])
 @pytest.mark.parametrize("other_queue", [False, True])
 def test_an_id_leaves_the_registry_of_its_previous_job(redis_url, connection, plain, first, other_queue):

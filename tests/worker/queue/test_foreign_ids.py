@@ -105,13 +105,6 @@ def test_an_id_without_a_waiting_job_is_dropped(server, queue, status):
     assert not server.exists("rq:failed:generate", "rq:results:a.b")
 
 
-def test_a_key_that_is_no_job_affects_no_other_job(server, queue):
-    server.set("rq:job:a.b", "a string")
-    server.rpush("rq:queue:generate", "a.b")
-    enqueue(server, "good")
-    assert [job.job_id for job in queue.claim(8, Busy())] == ["good"]
-
-
 def test_canceling_such_a_waiting_job_reports_that_rq_cannot(server):
     enqueue(server, "a.b")
     with pytest.raises(JobNotFound, match="letters"):

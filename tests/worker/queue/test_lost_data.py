@@ -92,16 +92,11 @@ def test_of_two_with_one_name_after_a_loss_one_goes_on(connection):
         Lease(connection, "m", ["q"], worker_name="third", ttl_s=30).acquire()
 
 
-def test_an_outage_of_any_length_is_no_loss(worker, connection):
+def test_an_outage_of_any_length_and_lost_replies_are_no_loss(worker, connection):
     worker.beat()
     connection.delete(LEASE_KEY.format(member="m"))  # it ran out
     worker._registration.register_death()
     assert worker.beat()
-    assert worker.data_loss().times == 0
-
-
-def test_lost_replies_are_no_loss(worker, connection):
-    worker.beat()
     connection.hincrby(RENEWALS_KEY, "m", 3)  # carried out, and the replies got lost
     assert worker.beat()
     assert worker.data_loss().times == 0
@@ -171,11 +166,3 @@ def test_a_job_claimed_after_the_loss_is_an_ordinary_one(worker, connection, sub
     (job,) = claim(worker)
     connection.delete(f"rq:job:{job.job_id}")
     job.stop()
-
-
-def test_a_worker_that_leaves_takes_its_number_along(join, connection, redis_url):
-    worker = join("m")
-    worker.beat()
-    assert connection.hexists(RENEWALS_KEY, "m")
-    worker.sign_off()
-    assert not connection.hexists(RENEWALS_KEY, "m")

@@ -151,25 +151,6 @@ def test_a_job_given_back_twice_is_in_front_once_and_is_counted(connection, prox
     assert nothing_is_left(connection)
 
 
-def test_an_unreadable_dependent_does_not_prevent_an_end(connection, queue, enqueue):
-    enqueue("job")
-    for job_id in ("list", "text", "fine"):
-        enqueue(job_id, "b", depends_on=Dependency(jobs=["job"], allow_failure=True))
-    connection.delete("rq:job:text")
-    connection.set("rq:job:text", "no hash")
-    connection.delete("rq:job::list:dependencies")
-    connection.rpush("rq:job::list:dependencies", "no set")
-    enqueue("elsewhere", "b", depends_on=Dependency(jobs=["job"], allow_failure=True))
-    connection.hset("rq:job:elsewhere", "origin", "text")
-    connection.set("rq:queue:text", "no list")
-    connection.zadd("rq:deferred:text", {"elsewhere": 1})
-    (job,) = claim(queue)
-    fail(job, ValueError("x"))
-    assert connection.zscore("rq:deferred:text", "elsewhere")  # its queue is no list: it waits on
-    assert nothing_is_left(connection)
-    assert [places(connection, job_id) for job_id in ("list", "fine")] == [["deferred"], ["generate"]]
-
-
 @pytest.mark.parametrize("end", ["finish", "give_back"])
 def test_a_worker_keeps_its_lease_while_a_reply_hangs(connection, proxy, opened, enqueue, end):
     """The reply hangs longer than the lease lasts: the heartbeat may not wait for it."""

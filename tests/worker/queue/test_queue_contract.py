@@ -215,27 +215,21 @@ def test_the_agents_of_the_next_jobs_are_known_before_the_first_claim_and_after_
     assert outside.queue.next_agents(2) == outside.queue.next_agents(8)[:2]
 
 
-def test_a_failure_is_retried_in_place_as_often_as_allowed(outside: Outside) -> None:
+def test_a_failure_is_retried_in_place_as_often_as_allowed_unless_it_is_permanent(outside: Outside) -> None:
     outside.enqueue("job", "a", retries=1)
-    outside.enqueue("next", "a")
+    outside.enqueue("next", "a", retries=3)
+    outside.enqueue("wrong", "a", retries=3)
     (job,) = claim(outside)
     fail(job, EngineFailed("passes"))
-    assert outside.waiting() == ["job", "next"]
-    (job,) = claim(outside)
-    fail(job, EngineFailed("did not pass"))
-    assert outside.state("job") == "failed"
-    assert ids(claim(outside)) == ["next"]
-
-
-@pytest.mark.parametrize("how", ["the request is wrong", "it may not"])
-def test_a_permanent_failure_is_not_retried(outside: Outside, how: str) -> None:
-    outside.enqueue("job", "a", retries=3)
-    (job,) = claim(outside)
-    if how == "it may not":
-        fail(job, EngineFailed("x"), may_retry=False)
-    else:
-        fail(job, InvalidRequest("x"))
-    assert outside.state("job") == "failed"
+    assert outside.waiting() == ["job", "next", "wrong"]
+    for job_id, error, may_retry in (
+        ("job", EngineFailed("did not pass"), True),
+        ("next", EngineFailed("it may not"), False),
+        ("wrong", InvalidRequest("the request is wrong"), True),
+    ):
+        (job,) = claim(outside)
+        fail(job, error, may_retry=may_retry)
+        assert (job.job_id, outside.state(job_id)) == (job_id, "failed")
 
 
 def test_jobs_given_back_are_in_front_in_their_order(outside: Outside) -> None:

@@ -15,7 +15,6 @@ from tests.worker.queue.looking import LEASE, is_ours, places, taken_over
 from stoker_shared.errors import EngineFailed, GenerationTimedOut, JobFailed, OwnershipLost
 from stoker_shared.wire import FIELD_ATTEMPTS, TASK_PATH
 from stoker_worker.ports import Busy
-from stoker_worker.queue.end import Claim
 from stoker_worker.queue.rq_queue import open_queue
 from stoker_worker.settings import read_settings
 
@@ -98,22 +97,7 @@ def test_an_interrupted_claim_is_recovered_and_costs_no_attempt(connection, prod
     assert not connection.hexists(f"rq:job:{ids[1]}", FIELD_ATTEMPTS)
 
 
-def test_a_suspension_is_logged_once_when_it_begins_and_once_when_it_ends(queue, connection, caplog):
-    def look():
-        queue.claim(0, Busy())
-        return queue.is_suspended()
-
-    assert not look()
-    suspend(connection)
-    assert [look(), look()] == [True, True]
-    resume(connection)
-    assert [look(), look()] == [False, False]
-    began, ended = [line for line in caplog.messages if "suspended" in line]
-    assert began.startswith("suspended (rq suspend)")
-    assert ended.startswith("no longer suspended")
-
-
-def test_no_job_is_claimed_once_the_workers_are_suspended(queue, connection, submit, monkeypatch):
+def test_no_job_is_claimed_once_the_workers_are_suspended_which_is_known(queue, connection, submit, monkeypatch):
     """`rq suspend` may come between the worker's own look and its claim."""
     [waits] = submit("a")
     claimer = queue._claim_order.claimers["generate"]
@@ -125,10 +109,12 @@ def test_no_job_is_claimed_once_the_workers_are_suspended(queue, connection, sub
 
     with monkeypatch.context() as late:
         late.setattr(claimer, "claim", suspend_and_claim)
-        assert claim(queue) == []
+        assert (claim(queue), queue.is_suspended()) == ([], False)
+    assert (claim(queue), queue.is_suspended()) == ([], True)
     assert connection.lrange("rq:queue:generate", 0, -1) == [waits.encode()]
     resume(connection)
     assert [job.job_id for job in claim(queue)] == [waits]
+    assert not queue.is_suspended()
 
 
 @pytest.mark.parametrize("reason", ["suspended", "a lost job runs alone"])
@@ -201,23 +187,6 @@ def test_a_stop_of_another_workers_job_is_not_kept_for_later(producer, queue):
     assert queue.withdrawn({}) == []
 
 
-@pytest.mark.parametrize("how", ["cancel", "delete"])
-def test_a_job_withdrawn_during_its_refusal_holds_up_no_claim(connection, producer, plain, queue, monkeypatch, how):
-    plain.enqueue("os.getcwd", job_id="odd")
-    (job_id,) = submit(producer, "a")
-    real = queue._job_finish.fail
-
-    def withdrawn_first(run, error):
-        getattr(Job.fetch("odd", connection, JSONSerializer), how)()
-        real(run, error)
-
-    monkeypatch.setattr(queue._job_finish, "fail", withdrawn_first)
-    assert [job.job_id for job in claim(queue)] == [job_id]
-    assert places(connection, "odd") == (["canceled"] if how == "cancel" else [])
-    assert not list(connection.scan_iter("rq:execution*:odd*"))
-    assert [job.job_id for job in queue.in_flight()] == [job_id]
-
-
 def test_an_error_of_many_lines_reaches_the_producer_with_its_kind(producer, queue):
     ticket = producer.submit(agent_id="a", prompt="x")
     (job,) = claim(queue)
@@ -288,25 +257,6 @@ def test_the_jobs_of_an_interrupted_claim_go_back_before_the_next_claim(connecti
     assert places(connection, third) == ["generate"]
 
 
-def test_a_heartbeat_does_not_restore_the_execution_of_an_earlier_run(connection, plain, queue, monkeypatch):
-    """The job failed and was claimed again while the heartbeat went through the list."""
-    request = {"agent_id": "a", "prompt": "x"}
-    for name, agent in (("other", "b"), ("retried", "a")):
-        plain.enqueue(TASK_PATH, request=request | {"agent_id": agent}, job_id=name, retry=Retry(max=1))
-    jobs = {job.job_id: job for job in claim(queue)}
-    real = queue._registration.beat_execution
-
-    def beat_then_look_away(connection, run):
-        real(connection, run)
-        if run.job.id == "other":
-            fail(jobs["retried"], GenerationTimedOut("late"))
-            assert [job.job_id for job in claim(queue)] == ["retried"]
-
-    monkeypatch.setattr(queue._registration, "beat_execution", beat_then_look_away)
-    queue.beat()
-    assert len(list(connection.scan_iter("rq:execution:retried:*"))) == 1
-
-
 @pytest.mark.parametrize("fell_asleep_after", ["lease", "worker"])
 def test_a_heartbeat_paused_half_way_restores_nothing_the_next_worker_has_removed(
     redis_url, connection, producer, queue, monkeypatch, fell_asleep_after
@@ -350,17 +300,6 @@ def test_giving_back_a_job_that_was_deleted_leaves_nothing_of_its_execution(conn
     give_back([job], counts_as_attempt=False)
     assert places(connection, job_id) == []
     assert not list(connection.scan_iter("rq:execution*"))
-
-
-@pytest.mark.parametrize("let_go", ["drop", "give_back"])
-def test_a_deposed_worker_does_not_change_the_next_workers_counts(connection, producer, queue, let_go):
-    (job_id,) = submit(producer, "a")
-    (job,) = claim(queue)
-    queue._job_finish.requeue(Claim(job_id, "generate", job.run.execution), counts_as_attempt=True)  # the next worker's
-    taken_over(connection)
-    drop(job) if let_go == "drop" else give_back([job], counts_as_attempt=False)
-    assert connection.hget(f"rq:job:{job_id}", FIELD_ATTEMPTS) == b"1"
-    assert places(connection, job_id) == ["generate"]
 
 
 @pytest.mark.parametrize("end", [lambda job: finish(job, RESULT), lambda job: fail(job, ValueError("x")), stop, drop])

@@ -115,26 +115,6 @@ def test_a_worker_whose_lease_had_run_out_for_a_moment_is_seen_to_drain_all_the_
     assert b._members.others["a"].is_leaving
 
 
-def test_a_new_agent_whose_job_was_given_back_unseen_keeps_its_order(join, submit, monkeypatch):
-    a, b = join("a"), join("b")
-    first, second = submit("x", "x")
-    jobs = claim(a, limit=1)
-    assert claim(b) == []
-    view = b._claim_order.claimers["generate"].view
-    monkeypatch.setattr(view, "_look", lambda: None)  # b has looked, and sleeps
-    give_back(jobs, counts_as_attempt=False)
-    a.sign_off()
-    b._members.look()
-    time.sleep(0.6)  # longer than b leaves an agent alone that is busy elsewhere
-    for claimer in b._claim_order.claimers.values():
-        claimer.look_around(())
-    assert claim(b) == []
-    monkeypatch.undo()
-    assert ids(claim_within(b)) == [first]
-    run(b.in_flight())
-    assert ids(claim_within(b)) == [second]
-
-
 def test_jobs_in_a_queue_that_their_worker_serves_no_more_go_on_elsewhere(producer, join, submit):
     a, b = join("a", queues="low,generate"), join("b", queues="low")
     [running] = [producer.submit(agent_id="x", prompt="x", queue="low").job_id]

@@ -28,6 +28,13 @@ def claim(queue):
     return job
 
 
+@pytest.fixture
+def job(producer, queue):
+    """A running job with a reader."""
+    submit(producer, stream=True)
+    return claim(queue)
+
+
 def tell(queue, job, text):
     queue.tell({job.claim_number: TextSoFar(text, MARKERS)})
 
@@ -41,9 +48,7 @@ def entries(connection, job):
     return [(fields[b"kind"].decode(), fields[b"text"].decode()) for _, fields in found]
 
 
-def test_a_stream_has_the_whole_text_first_then_the_additions_then_the_end(connection, producer, queue):
-    submit(producer, stream=True)
-    job = claim(queue)
+def test_a_stream_has_the_whole_text_first_then_the_additions_then_the_end(connection, queue, job):
     assert queue.listened_to() == {job.claim_number}
     for text in ("", "one", "one", "one two"):
         tell(queue, job, text)
@@ -54,9 +59,7 @@ def test_a_stream_has_the_whole_text_first_then_the_additions_then_the_end(conne
     assert queue.listened_to() == frozenset()
 
 
-def test_a_job_that_ends_before_its_text_was_looked_at_has_an_end_in_its_stream(connection, producer, queue):
-    submit(producer, stream=True)
-    job = claim(queue)
+def test_a_job_that_ends_before_its_text_was_looked_at_has_an_end_in_its_stream(connection, queue, job):
     finish(job, RESULT)
     assert entries(connection, job) == [("end", "")]
     assert 0 < connection.ttl(f"stoker:stream:{job.job_id}") <= 60
@@ -84,9 +87,7 @@ def test_a_reader_may_come_at_any_time(connection, producer, queue):
 
 
 @pytest.mark.slow
-def test_a_stream_is_bounded_in_entries_and_bytes_and_always_begins_with_the_whole_text(connection, producer, queue):
-    submit(producer, stream=True)
-    job = claim(queue)
+def test_a_stream_is_bounded_in_entries_and_bytes_and_always_begins_with_the_whole_text(connection, queue, job):
     text, written, longest = "", 0, 0
     for n in range(TELLS):
         text += str(n % 10) * (1 + n % 40)
@@ -101,18 +102,14 @@ def test_a_stream_is_bounded_in_entries_and_bytes_and_always_begins_with_the_who
     assert written < len(text) * TELLS / streams.MAX_ENTRIES
 
 
-def test_a_text_over_the_limit_is_streamed_up_to_it(connection, producer, queue, monkeypatch):
+def test_a_text_over_the_limit_is_streamed_up_to_it(connection, queue, job, monkeypatch):
     monkeypatch.setattr(streams, "MAX_TEXT_BYTES", 100)
-    submit(producer, stream=True)
-    job = claim(queue)
     for n in range(0, 200, 10):
         tell(queue, job, "é" * n)
     assert "".join(part for _, part in entries(connection, job)) == "é" * 50
 
 
-def test_a_deposed_worker_writes_nothing_into_the_stream_of_the_next_run(connection, producer, queue, redis_url):
-    submit(producer, stream=True)
-    job = claim(queue)
+def test_a_deposed_worker_writes_nothing_into_the_stream_of_the_next_run(connection, queue, job, redis_url):
     tell(queue, job, "old")
     taken_over(connection, and_left=True)
     with open_queue(read_settings({"redis_url": redis_url}), redis_url) as opened:
@@ -124,9 +121,7 @@ def test_a_deposed_worker_writes_nothing_into_the_stream_of_the_next_run(connect
         assert entries(connection, again) == [("whole", "n")]
 
 
-def test_after_a_lost_reply_the_whole_text_is_written_again(connection, producer, queue, monkeypatch):
-    submit(producer, stream=True)
-    job = claim(queue)
+def test_after_a_lost_reply_the_whole_text_is_written_again(connection, queue, job, monkeypatch):
     tell(queue, job, "one")
     real = queue._streams._tell
 
@@ -155,19 +150,7 @@ def test_a_key_that_is_no_stream_affects_only_its_own_reader(connection, produce
     assert connection.get(f"stoker:stream:{bad}") == b"text"
 
 
-def test_a_deleted_stream_begins_again_with_the_whole_text(connection, producer, queue):
-    submit(producer, stream=True)
-    job = claim(queue)
-    tell(queue, job, "one")
-    connection.delete(f"stoker:stream:{job.job_id}")
-    tell(queue, job, "one two")
-    tell(queue, job, "one two")
-    assert entries(connection, job) == [("whole", "one two")]
-
-
-def test_a_job_that_is_given_back_has_no_end_in_its_stream(connection, producer, queue):
-    submit(producer, stream=True)
-    job = claim(queue)
+def test_a_job_that_is_given_back_has_no_end_in_its_stream(connection, queue, job):
     tell(queue, job, "one")
     give_back([job], counts_as_attempt=False)
     assert entries(connection, job) == [("whole", "one")]

@@ -32,27 +32,6 @@ def test_a_job_that_another_worker_took_and_put_back_between_two_looks_keeps_its
     assert ids(claim_within(b)) == [second]
 
 
-def test_a_claim_whose_reply_was_lost_costs_no_job_its_place(join, submit, monkeypatch):
-    a, _ = join("a"), join("b")
-    first, second = submit("x", "x")
-    a.claim(0, Busy())
-    view_of(a)._may_start_over.is_due()
-    claimer = a._claim_order.claimers["generate"]
-    do_claim = claimer._claim
-
-    def lost(**options):
-        do_claim(**options)
-        raise NoConnection("the reply was lost")
-
-    monkeypatch.setattr(claimer, "_claim", lost)
-    with pytest.raises(Exception, match="reply was lost"):
-        claim(a)
-    monkeypatch.undo()
-    assert ids(claim(a)) == [first]
-    run(a.in_flight())
-    assert ids(claim(a)) == [second]
-
-
 def test_a_connection_that_is_lost_after_a_claim_leaves_no_job_in_flight_that_nobody_runs(join, submit, monkeypatch):
     a, b = join("a"), join("b")
     assert claim(a) == claim(b) == []
