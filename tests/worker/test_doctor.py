@@ -87,18 +87,15 @@ def test_nothing_is_wrong_with_a_server_of_the_workers_own() -> None:
     assert {name: finding.status for name, finding in found.items()} == dict.fromkeys(names, Status.OK)
 
 
-def test_settings_that_lose_jobs_are_found(redis_url: str, configured: Redis) -> None:
+def test_settings_that_lose_jobs_and_a_server_that_is_nearly_full_are_found(redis_url: str, configured: Redis) -> None:
+    configured.config_set("maxmemory", int(configured.info("memory")["used_memory"] * 1.1))
+    assert doctor.redis_memory(configured).status == Status.WARN
     configured.config_set("maxmemory-policy", "allkeys-lru")
     configured.config_set("appendonly", "no")
     found = made(doctor.redis_checks(redis_url))
     assert found["redis memory"].status == Status.FAIL
     assert "noeviction" in found["redis memory"].advice
     assert found["redis persistence"].status == Status.WARN
-
-
-def test_a_server_that_is_nearly_full_is_found(configured: Redis) -> None:
-    configured.config_set("maxmemory", int(configured.info("memory")["used_memory"] * 1.1))
-    assert doctor.redis_memory(configured).status == Status.WARN
 
 
 def test_a_server_that_is_away_ends_its_checks_and_tells_no_password() -> None:

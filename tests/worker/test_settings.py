@@ -40,14 +40,13 @@ def test_the_secret_that_somebody_wrote_into_the_url_of_a_shared_store_is_not_sh
     assert "=s3://bucket/prefix" in read_settings({"shared_store": "s3://bucket/prefix"}).describe()
 
 
-def test_a_lease_shorter_than_two_heartbeats_is_refused():
-    with pytest.raises(ValueError, match="lease_ttl_s"):
-        read_settings({"lease_ttl_s": 3.0, "heartbeat_s": 2.0})
-
-
-def test_a_lease_shorter_than_four_looks_is_refused():
-    with pytest.raises(ValueError, match="no dead worker is noticed"):
-        read_settings({"poll_s": 1.5})
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [({"lease_ttl_s": 3.0, "heartbeat_s": 2.0}, "lease_ttl_s"), ({"poll_s": 1.5}, "no dead worker is noticed")],
+)
+def test_a_lease_shorter_than_two_heartbeats_or_four_looks_is_refused(given, named):
+    with pytest.raises(ValueError, match=named):
+        read_settings(given)
 
 
 def test_a_standby_elsewhere_takes_over_within_5_s_by_default():
@@ -58,17 +57,9 @@ def test_a_standby_elsewhere_takes_over_within_5_s_by_default():
 def test_options_win_over_the_environment_and_the_environment_over_defaults(monkeypatch):
     monkeypatch.setenv("STOKER_MAX_BATCH", "3")
     monkeypatch.setenv("STOKER_GRACE_S", "7")
+    monkeypatch.setenv("STOKER_BURST", "1")
     settings = read_settings({"max_batch": 5, "grace_s": None})
-    assert (settings.max_batch, settings.grace_s, settings.poll_s) == (5, 7.0, 0.05)
-
-
-def test_a_flag_may_be_a_variable(monkeypatch):
-    for flag in ("burst", "standby", "verbose"):
-        monkeypatch.setenv(f"STOKER_{flag.upper()}", "1")
-    settings = read_settings({})
-    assert settings.burst
-    assert settings.standby
-    assert settings.verbose
+    assert (settings.max_batch, settings.grace_s, settings.burst, settings.poll_s) == (5, 7.0, True, 0.05)
 
 
 def test_limits_of_disk_and_memory_may_be_left_to_the_machine(monkeypatch):

@@ -16,7 +16,7 @@ from stoker_worker.engine.scripted import ScriptedProvider
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.pipeline.engine_thread import EngineThread
 from stoker_worker.pipeline.finisher import Finisher
-from stoker_worker.pipeline.job import Finished, Job, Outcome
+from stoker_worker.pipeline.job import Failed, Finished, Job, Outcome
 from stoker_worker.pipeline.loader import Loader
 from stoker_worker.pipeline.prompt import Prompt
 from stoker_worker.ports import (
@@ -60,6 +60,11 @@ def loaded_job(queue: InMemoryQueue, agent_id: str, *, has_next: bool = False, *
     job = Job(claimed(queue, agent_id, **fields), AgentVersion(agent_id, 0, None), Prompt((1, 2), None, "p"))
     job.has_next = has_next
     return job
+
+
+def error_in(outcome: Outcome) -> Exception | None:
+    """Of a job that failed."""
+    return outcome.error if isinstance(outcome, Failed) else None
 
 
 def generated(**fields: Any) -> Finished:

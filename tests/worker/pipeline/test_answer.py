@@ -108,12 +108,9 @@ def test_an_answer_that_has_to_be_a_call_and_is_none_stays_text_with_the_reason(
     assert why in (answer.tool_error or "")
 
 
-def test_text_beside_a_call_that_had_to_be_made_is_the_content():
+def test_text_beside_a_call_is_the_content_and_a_json_object_is_no_call_unless_there_has_to_be_one():
     answer = called(f"I look. {call()}", tool_choice="required")  # a scripted model follows no grammar
     assert (answer.content, len(answer.tool_calls)) == ("I look.", 1)
-
-
-def test_a_json_object_is_no_call_unless_there_has_to_be_one():
     assert called(PLAIN_CALL, form=PLAIN_TEXT).tool_calls == ()
 
 
@@ -258,14 +255,11 @@ def report(restored: Restored, cached_tokens: int) -> CacheReport:
 
 
 @pytest.mark.parametrize("source", ["disk", "memory"])
-def test_a_used_cache_is_reported(source):
+def test_a_used_cache_is_reported_and_one_lost_in_a_failed_step_is_not(source):
     found = report(Restored(SequenceCache(2, ()), source, miss_reason="block_missing"), 2)
     assert (found.source, found.miss_reason) == (source, "block_missing")
-
-
-def test_a_cache_lost_in_a_failed_step_is_not_reported_as_used():
-    found = report(Restored(SequenceCache(2, ()), "disk"), 0)
-    assert (found.source, found.miss_reason) == ("none", "step_broke")
+    lost = report(Restored(SequenceCache(2, ()), source), 0)
+    assert (lost.source, lost.miss_reason) == ("none", "step_broke")
 
 
 def test_the_wait_for_the_engine_counts_toward_the_first_token():

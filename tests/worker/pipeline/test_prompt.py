@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from contextlib import nullcontext
 from typing import ClassVar
 
 import pytest
@@ -200,6 +201,7 @@ def test_a_text_no_tokenization_could_fit_is_refused_before_it_is_encoded():
         build_prompt(request(prompt="x" * 101), None, small, Unused())
 
 
+@pytest.mark.parametrize("is_forgotten", [False, True], ids=["", "forgotten"])
 @pytest.mark.parametrize(
     ("fields", "number", "error"),
     [
@@ -213,22 +215,15 @@ def test_a_text_no_tokenization_could_fit_is_refused_before_it_is_encoded():
         ({}, 0, None),
     ],
 )
-def test_an_append_may_name_the_version_it_expects(fields, number, error):
-    asked = request(prompt="x", context="append", **fields)
-    agent = AgentVersion("a", number, None)
-    if error is None:
-        check_expectations(asked, agent)
+def test_an_append_may_name_the_version_it_expects(fields, number, error, is_forgotten):
+    """A forgotten agent is none that exists, though its numbers go on."""
+    if is_forgotten and number == 0:
+        agent = AgentVersion("a", 3, None, begins_again=True)
     else:
-        with pytest.raises(error):
-            check_expectations(asked, agent)
-
-
-def test_a_forgotten_agent_is_none_that_exists_though_its_numbers_go_on():
-    agent = AgentVersion("a", 6, None, begins_again=True)
-    check_expectations(request(prompt="x", context="append", expect_version=0), agent)
-    for fields, error in ({"must_exist": True}, AgentNotFound), ({"expect_version": 6}, AgentVersionConflict):
-        with pytest.raises(error):
-            check_expectations(request(prompt="x", context="append", **fields), agent)
+        agent = AgentVersion("a", number, None)
+    asked = request(prompt="x", context="append", **fields)
+    with pytest.raises(error) if error else nullcontext():
+        check_expectations(asked, agent)
 
 
 def test_a_version_is_replaced_unless_the_conversation_continues():

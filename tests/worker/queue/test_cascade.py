@@ -194,17 +194,6 @@ def test_a_job_that_is_not_ours_any_more_is_left_alone(connection, queue, plain,
     assert connection.hget("rq:job:job", FIELD_TRIED) is None
 
 
-def test_a_job_that_was_sent_twice_goes_on_once(connection, queue, plain):
-    enqueue(plain)
-    written = connection.hgetall("rq:job:job")
-    [job] = claim(queue)
-    connection.hset("rq:job:job", mapping=written)
-    connection.rpush("rq:queue:generate", "job")
-    assert not job.finish(REJECTED)
-    job.release()
-    assert_moved_once(connection)
-
-
 def test_verdicts_decay_as_the_pure_counts_do(connection, queue, plain):
     counts = Counts()
     for n in range(12):

@@ -1,18 +1,15 @@
-"""The reply of one transaction or script is lost, each in turn: it took effect, and the worker must find that out and
-do the following steps."""
+"""A reply hangs, or is lost while a worker registers; tests/end_to_end loses each of those of a worker that runs."""
 
 import threading
 import time
 from urllib.parse import urlsplit
 
 import pytest
-from rq import Retry
-from rq.job import Dependency
 from tests.support.lossy_proxy import LossyProxy
-from tests.worker.queue.ends import fail, finish, give_back
+from tests.worker.queue.ends import finish, give_back
 from tests.worker.queue.looking import LEASE, places
 
-from stoker_shared.errors import OwnershipLost, RedisUnavailable
+from stoker_shared.errors import RedisUnavailable
 from stoker_shared.wire import TASK_PATH
 from stoker_worker.ports import Busy
 from stoker_worker.queue.client import may_pass
@@ -87,68 +84,11 @@ def ends(exchange):
     return exchange.holds("EVALSHA", "rq:wip:generate", "ZREM")
 
 
-def nothing_is_left(connection):
-    left = [*connection.scan_iter("rq:execution*"), *connection.scan_iter("rq:worker:*:executions")]
-    return left + connection.zrange("rq:wip:generate", 0, -1) == []
-
-
 def test_a_server_that_goes_away_while_a_worker_registers_is_named_as_away(proxy):
     proxy.lose(lambda exchange: exchange.holds("SETNAME"))
     with pytest.raises(RedisUnavailable), open_queue(read_settings({"redis_url": proxy.url}), proxy.url):
         pass
     assert proxy.lost
-
-
-def test_an_end_whose_reply_is_lost_is_followed_by_all_its_steps(connection, proxy, queue, enqueue):
-    enqueue("job")
-    enqueue("child", depends_on="job")
-    (job,) = claim(queue)
-    proxy.lose(ends)
-    again(lambda: finish(job, RESULT))
-    assert proxy.lost
-    assert places(connection, "child") == ["generate"]
-    assert connection.xlen("rq:results:job") == 1
-    with pytest.raises(OwnershipLost):
-        finish(job, RESULT)
-    assert nothing_is_left(connection)
-
-
-def test_a_failure_whose_reply_is_lost_enqueues_the_dependents_that_allow_it(connection, proxy, queue, enqueue):
-    enqueue("job")
-    enqueue("child", depends_on=Dependency(jobs=["job"], allow_failure=True))
-    enqueue("strict", depends_on="job")
-    (job,) = claim(queue)
-    proxy.lose(ends)
-    again(lambda: fail(job, ValueError("x")))
-    assert proxy.lost
-    assert places(connection, "child") == ["generate"]
-    assert places(connection, "strict") == ["deferred"]
-    assert connection.xlen("rq:results:job") == 1
-    assert nothing_is_left(connection)
-
-
-def test_a_retry_whose_reply_is_lost_counts_as_one_retry(connection, proxy, queue, enqueue):
-    enqueue("job", retry=Retry(max=1))
-    enqueue("next")
-    (job,) = claim(queue)
-    proxy.lose(ends)
-    again(lambda: fail(job, ValueError("x")))
-    assert proxy.lost
-    assert connection.lrange("rq:queue:generate", 0, -1) == [b"job", b"next"]
-    assert connection.hget("rq:job:job", "retries_left") == b"0"
-    assert nothing_is_left(connection)
-
-
-def test_a_job_given_back_twice_is_in_front_once_and_is_counted(connection, proxy, queue, enqueue):
-    enqueue("first")
-    enqueue("second")
-    (job,) = claim(queue)
-    proxy.lose(lambda exchange: exchange.holds("EVALSHA", "rq:queue:generate", "rq:wip:generate", "first"))
-    assert again(lambda: give_back([job], counts_as_attempt=True)) == 1
-    assert proxy.lost
-    assert connection.lrange("rq:queue:generate", 0, -1) == [b"first", b"second"]
-    assert connection.hget("rq:job:first", "stoker_attempts") == b"1"
-    assert nothing_is_left(connection)
 
 
 @pytest.mark.parametrize("end", ["finish", "give_back"])
