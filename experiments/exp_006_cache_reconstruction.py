@@ -9,53 +9,51 @@ import gc
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from bench import Bench, main
-from common import Json, in_turn, note, percentiles, ratios, rss_mib, spread, timed
+from common import Json, note, percentiles, ratios, rss_mib, spread, take_turns, timed
 from report import Report, columns, figure, lines, say, short, table, yes
-from restores import five_turns, from_memory, measured, round_trips, whole_answers
-from small_cache import FULL
+from restores import five_turns, from_memory, measured, round_trips
 from small_cache import SPEC as GEMMA_3_12B
 from synthetic_cache import saved_agent, smollm2_layers
 from timed_turns import Turns
 
-from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ModelCacheSpec
+from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 
-BLOCKS, LAYERS = (1, 2, 4, 8, 16, 32), (12, 24, 30, 48)
+CELLS = {12: (1, 32), 24: (4,), 30: (4, 8, 16, 32), 48: (1, 32)}
+"""By layers: numbers of blocks."""
 TARGETS_MS = {(1, 12): 0.1, (4, 24): 0.5, (8, 30): 1.0, (16, 30): 2.0, (32, 48): 5.0}
 """The seed's table: p95 by blocks and layers."""
 PROJECT_RATIO = 1.5
 """The project's own target: restoring 32 blocks of 30 layers takes at most so many copies of the bytes."""
 LINEAR_R2 = 0.95
-LARGE_BYTES = 100e6
-"""From here on the other ways are taken in every fifth round only: they are not what is asked for, and take longest."""
 
 
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     leak = leaks(folder / "leak", rounds=20 if quick else 200)  # first: the process holds little that could hide a leak
-    cells = [cell for n_layers in ((12, 24) if quick else LAYERS) for cell in measured_cells(folder, n_layers, quick)]
+    cells = [cell for layers in ((12,) if quick else CELLS) for cell in measured_cells(folder, layers, quick)]
     by = {(cell["blocks"], cell["layers"]): cell for cell in cells}
+    n_tokens, rounds, max_tokens = (48, 1, 3) if quick else (768, 3, 16)
     found: Json = {
         "cells": cells,
         "from_memory": [
-            from_memory(folder / "memory", blocks=blocks, layers=layers, rounds=4 if quick else 60)
+            from_memory(folder / "memory", blocks=blocks, layers=layers, rounds=4 if quick else 30)
             for blocks, layers in ([(1, 12)] if quick else TARGETS_MS)
         ],
         "fit": straight_line([cell["bytes"] for cell in cells], [cell["reconstruct_ms"]["p50"] for cell in cells]),
         "leak": leak,
-        "padded": against_padded(folder, rounds=3 if quick else 100),
-        "gemma": gemma(folder, quick=quick),
-        "turns": five_turns(bench.with_room().endless(), folder / "turns", n_tokens=48 if quick else 1024, quick=quick),
+        "padded": against_padded(folder, rounds=3 if quick else 50),
+        "gemma": [gemma(folder, quick=quick)],
+        "turns": five_turns(bench.with_room().endless(), folder / "turns", n_tokens=n_tokens, rounds=rounds,
+                            max_tokens=max_tokens),
     }  # fmt: skip
-    lengths = (64,) if quick else (64, 128, 256, 512, 1024, 2048, 4096)
     with closing(Turns(bench, folder / "answers")) as of_one:
-        found["round_trip"] = round_trips(of_one, blocks=1 if quick else 8, rounds=2 if quick else 40)
-        found["direct"] = whole_answers(of_one, lengths, quick=quick)
+        found["round_trip"] = round_trips(of_one, blocks=1 if quick else 8, rounds=2 if quick else 10)
     restored = [*cells, *found["from_memory"], *found["gemma"], found["round_trip"]]
-    answers = [*found["direct"], found["turns"], found["round_trip"]]
+    answers = [found["turns"], found["round_trip"]]
     verdict = {
         "every_restored_byte_is_the_saved_one": all(row["exact"] for row in restored),
         "every_answer_is_the_one_without_cache": all(row["same_tokens"] for row in answers),
@@ -75,7 +73,7 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
 def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
     """Five agents' turns, and two cells of SmolLM2's layers."""
     n_tokens = 1024 if bench.on_gpu else 256
-    found = five_turns(bench.with_room().endless(), folder / "turns", n_tokens=n_tokens, quick=False)
+    found = five_turns(bench.with_room().endless(), folder / "turns", n_tokens=n_tokens, rounds=3)
     without, restored = (found[name]["first_s"] for name in ("without", "restored"))
     yield {"what": say(found, "the last first token of {agents} agents' second turns, {tokens} tokens each: without "
                        "their memory / with it, in time"),
@@ -92,24 +90,19 @@ def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
 
 
 def measured_cells(folder: Path, n_layers: int, quick: bool) -> Iterator[Json]:
-    blocks = (1, 2) if quick else BLOCKS
+    blocks = (1, 2) if quick else CELLS[n_layers]
     with saved_agent(folder / f"{n_layers}", smollm2_layers(n_layers), max(blocks) * BLOCK_TOKENS) as saved:
         for n_blocks in blocks:
             note(f"{n_blocks} blocks, {n_layers} layers")
-            n_tokens = n_blocks * BLOCK_TOKENS
-            is_large = n_tokens * saved.model.spec.bytes_per_token > LARGE_BYTES
-            rounds, warm_up = (3, 1) if quick else (100, 10)
-            yield measured(saved, n_tokens, rounds, warm_up=warm_up, others_every=5 if is_large else 1)
+            yield measured(saved, n_blocks * BLOCK_TOKENS, 3 if quick else 40, warm_up=5, fresh_every=5)
 
 
-def gemma(folder: Path, *, quick: bool) -> list[Json]:
-    """Gemma 3 12B's heads in 16 bit: every layer whole, as the seed counts, and as the model's own caches are."""
-    whole = ModelCacheSpec((FULL,) * len(GEMMA_3_12B.layers), GEMMA_3_12B.dtype)
-    n_tokens, found = (1 if quick else 32) * BLOCK_TOKENS, []
-    for name, spec, rounds in (("every layer whole", whole, 12), ("as its caches are", GEMMA_3_12B, 30)):
-        with saved_agent(folder / f"gemma {name}", spec, n_tokens) as saved:
-            found.append({"name": name, **measured(saved, n_tokens, 2 if quick else rounds, warm_up=2, others_every=0)})
-    return found
+def gemma(folder: Path, *, quick: bool) -> Json:
+    """Gemma 3 12B's caches in 16 bit."""
+    n_tokens = (1 if quick else 32) * BLOCK_TOKENS
+    with saved_agent(folder / "gemma", GEMMA_3_12B, n_tokens) as saved:
+        found = measured(saved, n_tokens, 2 if quick else 10, warm_up=2, fresh_every=0)
+    return {"name": "as its caches are", **found}
 
 
 def leaks(folder: Path, rounds: int) -> Json:
@@ -122,7 +115,7 @@ def leaks(folder: Path, rounds: int) -> Json:
             if done >= 0 and done % (rounds // 4) == 0:
                 gc.collect()
                 resident.append(round(rss_mib(os.getpid()) * 2**20 / 1e6, 1))
-            saved.caches(saved.restore(n_tokens))
+            saved.restored(n_tokens)
         return {"rounds": rounds, "blocks": 4, "layers": n_layers, "resident_mb": resident,
                 "cell_mb": round(n_tokens * saved.model.spec.bytes_per_token / 1e6, 1),
                 "growth_mb": round(resident[-1] - resident[0], 1)}  # fmt: skip
@@ -130,15 +123,11 @@ def leaks(folder: Path, rounds: int) -> Json:
 
 def against_padded(folder: Path, rounds: int) -> Json:
     """612 tokens as two blocks and a tail, and the same cache padded to 768 tokens, as three full blocks."""
-    samples: dict[int, list[float]] = {612: [], 768: []}
     spec = smollm2_layers(30)
     with saved_agent(folder / "612", spec, 612) as tail, saved_agent(folder / "768", spec, 768) as padded:
         kept = {612: tail, 768: padded}
-        for number, n_tokens in in_turn(list(kept), rounds, warm_up=10):
-            saved = kept[n_tokens]
-            took = timed(lambda saved=saved, n=n_tokens: saved.caches(saved.restore(n)))  # type: ignore[misc]
-            if number >= 0:
-                samples[n_tokens].append(took)
+        ways = {n: partial(timed, partial(saved.restored, n)) for n, saved in kept.items()}
+        samples = take_turns(ways, rounds, warm_up=10)
     return {"layers": 30, "blocks_ms": percentiles(samples[612]), "padded_ms": percentiles(samples[768]),
             "ratio": ratios(samples[612], samples[768]), "bytes_ratio": round(612 / 768, 3)}  # fmt: skip
 
@@ -154,36 +143,18 @@ def straight_line(n_bytes: Sequence[int], latencies_ms: Sequence[float]) -> Json
             "exponent": round(exponent, 3)}  # fmt: skip
 
 
-CELLS = {
+OF_CELLS = {
     "blocks": "{blocks}", "layers": "{layers}", "MB": "{mb}", "mean, ms": "{reconstruct_ms[mean]:.3g}",
     "p50": "{reconstruct_ms[p50]:.3g}", "p95": "{reconstruct_ms[p95]:.3g}", "p99": "{reconstruct_ms[p99]:.3g}",
-    "p50 of the store's part": "{store_ms[p50]:.3g}", "copy, in use": "{used_copy_ms[p50]:.3g}",
-    "copy, all threads": "{threads_copy_ms[p50]:.3g}", "copy, fresh": "{fresh_copy_ms[p50]:.3g}",
-    "restore / floor": "{of_floor:.3g}", "page faults": "{page_faults[median]:.0f}",
-    "extract, p95": "{extract_ms[p95]:.3g}", "round trip, p95": "{round_trip_ms[p95]:.3g}",
-    "n of the last two": "{extract_ms[n]}",
+    "n": "{reconstruct_ms[n]}", "p50 of the store's part": "{store_ms[p50]:.3g}",
+    "copy, in use": "{used_copy_ms[p50]:.3g}", "copy, all threads": "{threads_copy_ms[p50]:.3g}",
+    "copy, fresh": "{fresh_copy_ms[p50]:.3g}", "restore / floor": "{of_floor:.3g}",
 }  # fmt: skip
 FROM_MEMORY = {
     "blocks": "{blocks}", "layers": "{layers}", "MB": "{mb}", "target p95, ms": "{target}",
     "handed over, p50": "{handed_over_ms[p50]:.3g}", "p95": "{handed_over_ms[p95]:.3g}",
     "copied, p50": "{copied_ms[p50]:.3g}", "copied, p95": "{copied_ms[p95]:.3g}", "n": "{copied_ms[n]}",
 }  # fmt: skip
-GEMMA = {
-    "32 blocks x 48 layers": "{name}", "MB": "{mb}", "n": "{reconstruct_ms[n]}",
-    "mean, ms": "{reconstruct_ms[mean]:.3g}", "p50": "{reconstruct_ms[p50]:.3g}", "p95": "{reconstruct_ms[p95]:.3g}",
-    "of p50: store": "{store_ms[p50]:.3g}", "of p50: engine": "{caches_ms[p50]:.3g}",
-    "copy, in use": "{used_copy_ms[p50]:.3g}",
-    "copy, all threads": "{threads_copy_ms[p50]:.3g}", "restore / floor": "{of_floor:.3g}",
-    "page faults": "{page_faults[median]:.0f}",
-}  # fmt: skip
-DIRECT = {
-    "tokens": "{tokens}", "MB": "{mb}", "first token without cache, s": "{cold_s:.3g}", "from cache, s": "{warm_s:.3g}",
-    "times as fast": "{speedup}", "whole answer without, s": "{cold_total_s:.3g}",
-    "whole answer from cache, s": "{warm_total_s:.3g}", "so many times as fast": "{total_speedup}",
-    "store, ms": "{store_ms:.3g}", "runs": "{cold_s[n]} and {warm_s[n]}", "same tokens": "{same_tokens}",
-}  # fmt: skip
-
-
 TARGETS = {
     "blocks x layers": "{case}", "MB": "{mb}", "target p95, ms": "{target}",
     "measured p95, ms": "{reconstruct_ms[p95]:.3g}", "met": "{met}", "copy, GB/s": "{gb_s:.1f}",
@@ -197,13 +168,9 @@ SUMMARY = (
     "From files, where each byte is read and verified, {met} of the seed's {n_targets} latency targets are met.\n"
     "{last[blocks]} blocks of {last[layers]} layers ({last[mb]} MB): p95 {last[reconstruct_ms][p95]:.3g} ms; one copy "
     "of the bytes {last[floor]:.3g} ms.\n"
-    "Gemma 3 12B's 32 blocks: p95 {whole[reconstruct_ms][p95]:.3g} ms with every layer whole ({whole[mb]} MB), "
-    "{held[reconstruct_ms][p95]:.3g} ms as its caches are ({held[mb]} MB).\n"
+    "Gemma 3 12B's 32 blocks: p95 {held[reconstruct_ms][p95]:.3g} ms for its caches ({held[mb]} MB).\n"
     "The project's own target, at most 1.5 copies into fresh memory at 32 blocks of 30 layers: {own[copies]:.3g}, "
     "median of {own[copies][n]} rounds; of the faster copy into memory in use {own[of_floor]:.3g}.\n"
-    "SmolLM2's whole answer of {long[answer_tokens]} tokens came {first[total_speedup]} times as fast from a restored "
-    "cache at {first[tokens]} tokens and {long[total_speedup]} times as fast at {long[tokens]}; its first token "
-    "{first[speedup]} and {long[speedup]} times as fast.\n"
     "The last first token of five agents with {turns[tokens]} tokens each came {turns[first_speedup]} times as fast "
     "with restored caches."
 )
@@ -220,39 +187,36 @@ PADDED_RATIO = (
 )
 ROUND_TRIP = (
     "\n\n{blocks} blocks of {layers} layers, {answer_tokens} tokens generated. The same tokens as without cache each "
-    "time: {same_tokens}. Restored bytes, extracted again, equal to those of the run without cache: {exact}. The bytes "
-    "of the answer's own tokens: at most {largest_difference:.2g} apart."
+    "time: {same_tokens}. Restored bytes, extracted again, equal to those of the run without cache: {exact}."
 )
 
 
 def render(content: Json, results: Path) -> Report:
     plot(content, results)
-    cells, (whole, held) = [_with_floor(cell) for cell in content["cells"]], map(_with_floor, content["gemma"])
+    cells, held = [_with_floor(cell) for cell in content["cells"]], _with_floor(content["gemma"][-1])
     by = {(cell["blocks"], cell["layers"]): cell for cell in cells}
     seeds = [_aimed(by[at], f"{at[0]} x {at[1]}", ms) for at, ms in TARGETS_MS.items() if at in by]
     in_ram = [{**one, "mb": f"{one['bytes'] / 1e6:.1f}", "target": TARGETS_MS[one["blocks"], one["layers"]]}
               for one in content["from_memory"]]  # fmt: skip
     p95 = [one["handed_over_ms"]["p95"] for one in in_ram]
     known = {
-        **content, "last": cells[-1], "whole": whole, "held": held, "own": by.get((32, 30)), "n_cells": len(cells),
-        "first": content["direct"][0], "long": content["direct"][-1], "n_in_ram": len(p95), "most_in_ram": max(p95),
+        **content, "last": cells[-1], "held": held, "own": by.get((32, 30)), "n_cells": len(cells),
+        "n_in_ram": len(p95), "most_in_ram": max(p95),
         "in_ram": sum(one["handed_over_ms"]["p95"] < one["target"] for one in in_ram), "n_targets": len(seeds),
         "met": sum(one["met"] == "yes" for one in seeds),
         "resident": ", ".join(f"{mb:.0f}" for mb in content["leak"]["resident_mb"]),
     }  # fmt: skip
     number = say(cells[-1], "{blocks} blocks of {layers} layers: p95 {reconstruct_ms[p95]:.0f} ms for {mb_whole} MB; "
                  "one copy of them {floor:.0f} ms")  # fmt: skip
-    of_gemma = [_aimed(cell, f"32 x 48, Gemma 3 12B, {cell['name']}", 5.0) for cell in (whole, held)]
+    of_gemma = _aimed(held, f"32 x 48, Gemma 3 12B, {held['name']}", 5.0)
     padded, trip = content["padded"], content["round_trip"]
     return Report("cache reconstruction", number, {
         "summary": say(known, SUMMARY),
-        "targets": columns([*seeds, *of_gemma], TARGETS),
+        "targets": columns([*seeds, of_gemma], TARGETS),
         "from memory": columns(in_ram, FROM_MEMORY),
-        "cells": columns(cells, CELLS),
+        "cells": columns(cells, OF_CELLS),
         "scaling": say(known, SCALING),
-        "gemma": columns([whole, held], GEMMA),
         "round trip": _times("step", trip["ms"]) + say(trip, ROUND_TRIP),
-        "direct": columns(content["direct"], DIRECT),
         "turns": _turns(content["turns"]),
         "padded": _times("layout", {name: padded[key] for key, name in PADDED.items()}) + say(padded, PADDED_RATIO),
     })  # fmt: skip
@@ -292,9 +256,8 @@ def plot(content: Json, results: Path) -> None:
     cells, fit = sorted(content["cells"], key=lambda cell: cell["bytes"]), content["fit"]
     mb = [cell["bytes"] / 1e6 for cell in cells]
     title = f"on {content['machine']['device']}, from blocks in the page cache to the engine's caches"
-    with figure(content, results, "scaling", (12, 4.8), panels=(1, 2), title=title) as (heat, axes):
-        _heat_map(heat, content["cells"])
-        for name, found in {"SmolLM2's heads": cells, "Gemma 3 12B": content["gemma"]}.items():
+    with figure(content, results, "scaling", (7, 4.8), title=title) as axes:
+        for name, found in {"SmolLM2's heads": cells, "Gemma 3 12B": content["gemma"][-1:]}.items():
             at = [cell["bytes"] / 1e6 for cell in found]
             shown = {f"{name}, {part}": [cell["reconstruct_ms"][part] for cell in found] for part in ("p50", "p95")}
             lines(axes, at, shown, ls="")
@@ -306,19 +269,6 @@ def plot(content: Json, results: Path) -> None:
         targets = [(at[cell], ms) for cell, ms in TARGETS_MS.items() if cell in at]
         axes.plot(*zip(*targets, strict=True), "kx", label="the seed's targets (p95)")
         axes.set(xscale="log", yscale="log", xlabel="MB of cache", ylabel="ms")
-
-
-def _heat_map(axes: Any, cells: list[Json]) -> None:
-    from matplotlib.colors import LogNorm
-
-    blocks, layers = (sorted({cell[key] for cell in cells}) for key in ("blocks", "layers"))
-    p95 = {(cell["layers"], cell["blocks"]): cell["reconstruct_ms"]["p95"] for cell in cells}
-    axes.imshow([[p95[m, n] for n in blocks] for m in layers], norm=LogNorm(), cmap="YlOrBr", aspect="auto", alpha=0.6)
-    for (m, n), ms in p95.items():
-        axes.text(blocks.index(n), layers.index(m), f"{ms:.3g}", ha="center", va="center")
-    axes.set_xticks(range(len(blocks)), blocks)
-    axes.set_yticks(range(len(layers)), layers)
-    axes.set(xlabel="blocks of 256 tokens", ylabel="layers", title="p95, ms")
 
 
 if __name__ == "__main__":

@@ -1,65 +1,62 @@
-"""The restores of EXP-006: beside copies of the same bytes, of five agents at once, and with a real model, as round
-trips through the engine and as whole answers with and without a restored cache. No token ends an answer early."""
+"""The restores of EXP-006: beside copies of the same bytes, from RAM, of five agents at once, and in round trips
+through the engine with a real model. No token ends an answer early."""
 
 import mmap
-import resource
 import shutil
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 from bench import Bench, Prepared
 from common import Json, in_turn, note, percentiles, spread, timed
 from prompts import text_of
 from synthetic_cache import SavedAgent, same, smollm2_layers
-from timed_turns import COLD, DISK, Turns
+from timed_turns import DISK, Turns
 
 from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.memory.lookup import n_readers
 from stoker_worker.memory.ram_cache import RamCacheEntry
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.ports import Array, CompletedGeneration, LayerKV, SequenceCache
+from stoker_worker.ports import Array, CompletedGeneration, SequenceCache
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 
 # --- a restore of some blocks and layers, beside copies of the same bytes, in turn ---
-# Owns the copies that a restore is compared with, and the way through mlx-lm's batch.
 
 
-def measured(saved: SavedAgent, n_tokens: int, rounds: int, *, warm_up: int, others_every: int = 1) -> Json:
-    """Restores of the first `n_tokens` tokens, and what is beside them.
+def measured(saved: SavedAgent, n_tokens: int, rounds: int, *, warm_up: int, fresh_every: int = 1) -> Json:
+    """Restores of the first `n_tokens` tokens, and copies of their bytes.
 
     Args:
-        others_every: in every such round the other ways are taken too: a fresh copy, extract, round trip; 0: never.
+        fresh_every: in every such round the bytes are copied into fresh memory too, which takes longest; 0: never.
 
     Returns:
         Milliseconds as `percentiles`. `of_floor` and `copies` are the time of a restore over that of a copy in the same
         round: the fastest into memory in use, and one into fresh memory.
     """
     n_bytes = len(saved.contents.memory) * n_tokens // len(saved.ids)
-    copies = Copies(saved.contents.memory[:n_bytes])
-    exact = saved.is_whole(saved.caches(saved.restore(n_tokens)), n_tokens)
-    others: dict[str, Callable[[], Any]] = {}
-    if others_every:
-        ways = BatchWays(saved, n_tokens)
-        exact = exact and ways.are_exact()
-        others = {"fresh_copy": copies.fresh, "extract": ways.extract, "round_trip": ways.round_trip}
-    samples: dict[str, list[float]] = {}
+    copies, exact = Copies(saved.contents.memory[:n_bytes]), saved.is_whole(saved.restored(n_tokens), n_tokens)
+    samples: dict[str, list[float]] = defaultdict(list)
     for done in range(-warm_up, rounds):
-        into = samples if done >= 0 else {}
-        restored_ms = _one_restore(saved, n_tokens, into)
-        in_use = [timed(copy) for copy in (copies.in_use, copies.by_all)]
-        _add(into, {"used_copy_ms": in_use[0], "threads_copy_ms": in_use[1], "of_floor": restored_ms / min(in_use)})
-        if others and done % others_every == 0:
-            took = {name: timed(action) for name, action in others.items()}
-            _add(into, {**{f"{name}_ms": ms for name, ms in took.items()}, "copies": restored_ms / took["fresh_copy"]})
+        begin = time.perf_counter()
+        prefix = saved.restore(n_tokens)
+        store_ms = 1000 * (time.perf_counter() - begin)
+        made = saved.caches(prefix)
+        restored_ms = 1000 * (time.perf_counter() - begin)
+        del made, prefix
+        one = {"reconstruct_ms": restored_ms, "store_ms": store_ms, "used_copy_ms": timed(copies.in_use),
+               "threads_copy_ms": timed(copies.by_all)}  # fmt: skip
+        one["of_floor"] = restored_ms / min(one["used_copy_ms"], one["threads_copy_ms"])
+        if fresh_every and done % fresh_every == 0:
+            one["fresh_copy_ms"] = timed(copies.fresh)
+            one["copies"] = restored_ms / one["fresh_copy_ms"]
+        for name, value in one.items() if done >= 0 else ():
+            samples[name].append(value)
     copies.close()
     cell: Json = {"blocks": n_tokens // BLOCK_TOKENS, "layers": len(saved.model.spec.layers), "bytes": n_bytes,
                   "exact": exact}  # fmt: skip
@@ -91,7 +88,7 @@ def from_memory(folder: Path, *, blocks: int, layers: int, rounds: int) -> Json:
             store.ram_cache.put(saved.agent.agent_id, RamCacheEntry(saved.agent.number, chain_of_all, cache))
             del made, cache
             began = time.perf_counter()
-            made = saved.caches(saved.restore(n_tokens))
+            made = saved.restored(n_tokens)
             took = 1000 * (time.perf_counter() - began)
             del view
             if number >= 0:
@@ -100,25 +97,6 @@ def from_memory(folder: Path, *, blocks: int, layers: int, rounds: int) -> Json:
     shutil.rmtree(folder)
     return {"blocks": blocks, "layers": layers, "bytes": n_tokens * spec.bytes_per_token, "exact": exact,
             **{way: percentiles(values) for way, values in samples.items()}}  # fmt: skip
-
-
-def _one_restore(saved: SavedAgent, n_tokens: int, samples: dict[str, list[float]]) -> float:
-    """Milliseconds from the prompt to evaluated caches."""
-    faults, begin = page_faults(), time.perf_counter()
-    prefix = saved.restore(n_tokens)
-    restored = time.perf_counter()
-    made = saved.caches(prefix)
-    end = time.perf_counter()
-    del made
-    parts = {"reconstruct_ms": end - begin, "store_ms": restored - begin, "caches_ms": end - restored}
-    _add(samples, {name: 1000 * seconds for name, seconds in parts.items()})
-    _add(samples, {"page_faults": page_faults() - faults})
-    return 1000 * (end - begin)
-
-
-def _add(samples: dict[str, list[float]], one: dict[str, float]) -> None:
-    for name, value in one.items():
-        samples.setdefault(name, []).append(value)
 
 
 class Copies:
@@ -153,71 +131,25 @@ class Copies:
         self._threads.shutdown()
 
 
-class BatchWays:
-    """Into mlx-lm's batch and out of it, as models go that do not run in rows."""
+# --- what restores do for five turns at once ---
 
-    def __init__(self, saved: SavedAgent, n_tokens: int) -> None:
-        self._saved, self._n_tokens = saved, n_tokens
-        self._batch = _joined([saved.caches(saved.restore(n_tokens - 1)) for _ in range(2)])
-
-    def extract(self) -> SequenceCache:
-        """One sequence of a batch of two."""
-        return self._sliced(self._batch, self._n_tokens)
-
-    def round_trip(self) -> SequenceCache:
-        """Restore, join a batch of one, take one more token, extract."""
-        return self._sliced(_joined([self._saved.caches(self._saved.restore(self._n_tokens))]), self._n_tokens + 1)
-
-    def are_exact(self) -> bool:
-        layers, n_tokens = self._saved.contents.layers, self._n_tokens
-        return same(self.round_trip().layers, layers, n_tokens) and same(self.extract().layers, layers, n_tokens - 1)
-
-    def _sliced(self, batch: Sequence[Any], n_tokens: int) -> SequenceCache:
-        from stoker_worker.engine.transfer import slice_caches
-
-        return slice_caches([cache.extract(0) for cache in batch], n_tokens, self._saved.model.spec)
+AGENTS = 5
 
 
-def _joined(rows: Sequence[Any]) -> list[Any]:
-    """Sequences in one batch that has taken one more token: `BatchGenerator`'s own caches after a step."""
-    import mlx.core as mx
-    from mlx_lm.models.cache import BatchKVCache
-
-    batch = [BatchKVCache.merge(list(layer)) for layer in zip(*rows, strict=True)]
-    for cache in batch:
-        n_rows, heads, _, dim = cache.keys.shape
-        token = mx.zeros((n_rows, heads, 1, dim), cache.keys.dtype)
-        cache.update_and_fetch(token, token)
-    mx.eval([(cache.keys, cache.values) for cache in batch])
-    return batch
-
-
-def page_faults() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-
-# --- the restores of five agents, beside each other and in turn, and what they do for five turns at once ---
-
-AGENTS, ANSWER_TOKENS = 5, 16
-
-
-def five_turns(bench: Bench, folder: Path, *, n_tokens: int, quick: bool) -> Json:
+def five_turns(bench: Bench, folder: Path, *, n_tokens: int, rounds: int, max_tokens: int = 16) -> Json:
     """Five agents' turns through the engine, from their prompts to the last first token and to the last answer's end.
 
     As in a worker, one thread restores a turn after the other while the engine runs those that it has.
     """
-    tokens = 3 if quick else ANSWER_TOKENS
     texts = {f"agent {n}": text_of(bench.encode, "English", n_tokens - n) for n in range(AGENTS)}
     taken: dict[str, list[Json]] = {"without": [], "restored": []}
     with closing(AgentCacheStore(folder)) as store, closing(bench.engine()) as engine:
-        for number in range(1 if quick else 2):
-            note(f"{AGENTS} turns without caches, {number + 1}")
-            fields = {"max_tokens": tokens, "cache": "off" if number else "readwrite"}
-            taken["without"].append(_turns(bench, store, engine, texts, fields))
-            for _ in range(1 if quick else 3):
-                fields = {"max_tokens": tokens, "cache": "read"}
-                taken["restored"].append(_turns(bench, store, engine, texts, fields))
-    found: Json = {"agents": AGENTS, "tokens": n_tokens, "answer_tokens": tokens}
+        for number in range(rounds):
+            note(f"{AGENTS} turns without caches and with, {number + 1} of {rounds}")
+            for name, cache in (("without", "off" if number else "readwrite"), ("restored", "read")):
+                fields = {"max_tokens": max_tokens, "cache": cache}
+                taken[name].append(_turns(bench, store, engine, texts, fields))
+    found: Json = {"agents": AGENTS, "tokens": n_tokens, "answer_tokens": max_tokens}
     for name, ones in taken.items():
         found[name] = {key: spread([one[key] for one in ones]) for key in ("restored_s", "first_s", "total_s")}
     for key in ("first_s", "total_s"):
@@ -260,81 +192,33 @@ def _turns(
     return {"restored_s": restored - begin, "first_s": max(first.values()) - begin, "total_s": end - begin, "ids": ids}
 
 
-def _timed(took: list[float], call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    begin = time.perf_counter()
-    made = call(*args, **options)
-    took.append(time.perf_counter() - begin)
-    return made
-
-
-def _furthest(got: Sequence[LayerKV], wanted: Sequence[LayerKV], start: int) -> float:
-    """The largest difference of two caches from token `start` on."""
-    pairs = (sides for layers in zip(got, wanted, strict=True) for sides in zip(*layers, strict=True))
-    return max(float(np.abs(left[:, start:] - right[:, start:]).max()) for left, right in pairs)
-
-
 # --- one agent's turns through the engine ---
 
 
 def round_trips(turns: Turns, *, blocks: int, rounds: int, tokens: int = 10) -> Json:
-    """Restore, generate, extract and save one agent's turn again and again, as the seed's third benchmark does.
+    """Restore, generate and save one agent's turn again and again, as the seed's third benchmark does.
 
     Each turn is the first one, made anew: the same prompt, of one token more than `blocks`.
     """
-    from stoker_worker.engine import batch_engine
-
     note(f"{rounds} round trips of {blocks} blocks with the model")
     n_tokens, bench, store = blocks * BLOCK_TOKENS, turns.bench, turns.stores[DISK]
     text = text_of(bench.encode, "English", n_tokens + 1)
     fields = {"agent_id": "round trips", "prompt": text, "max_tokens": tokens, "cache": "readwrite"}
-    samples: dict[str, list[float]] = {name: [] for name in ("restore", "generate", "extract", "save", "whole")}
+    samples: dict[str, list[float]] = {name: [] for name in ("restore", "generate", "save", "whole")}
     first = turns.answer(store, fields)
     bench.save(store, first.prepared, first.completion)
     cold = [tuple(np.array(side) for side in pair) for pair in first.completion.cache.layers]
     alone = bench.uncached(first.prepared.prompt.ids, tokens)
-    same_tokens, exact, furthest = list(first.completion.generated_ids[: len(alone)]) == alone, True, 0.0
+    same_tokens, exact = list(first.completion.generated_ids[: len(alone)]) == alone, True
     for _ in range(rounds):
-        took: list[float] = []
-        with patch.object(batch_engine, "cache_to_save", partial(_timed, took, batch_engine.cache_to_save)):
-            one = turns.answer(store, fields)
+        one = turns.answer(store, fields)
         if one.prepared.cached != n_tokens:
             raise RuntimeError(f"{one.prepared.cached} of {n_tokens} tokens restored")
-        extract_s, whole_s = sum(took), one.token_s[-1]
-        save_s = bench.save(store, one.prepared, one.completion)
-        parts = (one.restore_s, whole_s - one.restore_s - extract_s, extract_s, save_s, whole_s)
-        for name, seconds in zip(samples, parts, strict=True):
+        whole_s, save_s = one.token_s[-1], bench.save(store, one.prepared, one.completion)
+        for name, seconds in zip(samples, (one.restore_s, whole_s - one.restore_s, save_s, whole_s), strict=True):
             samples[name].append(1000 * seconds)
-        warm = one.completion.cache.layers
         same_tokens = same_tokens and one.completion.generated_ids == first.completion.generated_ids
-        exact = exact and same(warm, cold, n_tokens)
-        furthest = max(furthest, _furthest(warm, cold, n_tokens))
+        exact = exact and same(one.completion.cache.layers, cold, n_tokens)
     return {"blocks": blocks, "layers": len(cold), "answer_tokens": tokens,
             "ms": {name: percentiles(values) for name, values in samples.items()},
-            "same_tokens": same_tokens, "exact": exact, "largest_difference": furthest}  # fmt: skip
-
-
-def whole_answers(turns: Turns, lengths: Sequence[int], *, quick: bool) -> list[Json]:
-    """A prompt's first token and its whole answer, cold and from its restored cache; the longest run cold once."""
-    rows = []
-    bench, tokens = turns.bench, 3 if quick else ANSWER_TOKENS
-    for n in lengths:
-        note(f"{n} tokens with and without cache")
-        fields = {"agent_id": f"{n}", "prompt": text_of(bench.encode, "English", n), "max_tokens": tokens}
-        if n == lengths[0]:
-            turns.run(COLD, fields)  # a warm-up
-        cold, warm = [turns.remember(fields)], []
-        for repetition in range(1 if quick else 3):
-            warm.append(turns.run(DISK, fields))
-            if repetition < 2 and n <= 1024:
-                cold.append(turns.run(COLD, fields))
-        row: Json = {"tokens": n, "answer_tokens": tokens}
-        row["mb"] = round((n - 1) * bench.model.spec.bytes_per_token / 1e6, 1)
-        for name, ones in (("cold", cold), ("warm", warm)):
-            row[f"{name}_s"] = spread([one.token_s[0] for one in ones])
-            row[f"{name}_total_s"] = spread([one.token_s[-1] for one in ones])
-        row["store_ms"] = spread([1000 * one.restore_s for one in warm])
-        row["speedup"] = round(row["cold_s"]["median"] / row["warm_s"]["median"], 1)
-        row["total_speedup"] = round(row["cold_total_s"]["median"] / row["warm_total_s"]["median"], 1)
-        row["same_tokens"] = len({one.completion.generated_ids for one in (*cold, *warm)}) == 1
-        rows.append(row)
-    return rows
+            "same_tokens": same_tokens, "exact": exact}  # fmt: skip

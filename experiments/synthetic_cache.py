@@ -139,6 +139,10 @@ class SavedAgent:
         mx.eval([(cache.keys, cache.values) for cache in made])
         return made
 
+    def restored(self, n_tokens: int) -> list[Any]:
+        """Both of them: the caches that a sequence goes on in after the first `n_tokens` tokens."""
+        return self.caches(self.restore(n_tokens))
+
     def is_whole(self, caches: Sequence[Any], n_tokens: int) -> bool:
         """Whether every byte of the first `n_tokens` tokens is the saved one."""
         layers, states = iter(self.contents.layers), iter(self.contents.states)
