@@ -8,17 +8,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.producer.played_worker import result_fields
 
 from stoker_shared import build_request
-from stoker_shared.result import (
-    CacheReport,
-    GenerationResult,
-    PromptLogprobs,
-    Timing,
-    TokenLogprob,
-    TopLogprob,
-    Usage,
-)
+from stoker_shared.result import GenerationResult
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
 
@@ -52,24 +45,16 @@ class PlayedProducer:
         request = build_request(job)
         words, start = (request.prompt or "").split(), request.prompt_logprobs_start
         scores = [
-            TokenLogprob(
-                token=word,
-                logprob=-float(len(word)),
-                top_logprobs=[TopLogprob(token="?", logprob=-1.0 if word == "odd" else -float(len(word)))]
+            {
+                "token": word,
+                "logprob": -float(len(word)),
+                "top_logprobs": [{"token": "?", "logprob": -1.0 if word == "odd" else -float(len(word))}]
                 * (request.prompt_logprobs or 0),
-            )
+            }
             for word in words[max(1, start) :]
         ]
-        return GenerationResult(
-            job_id="j",
-            text="said",
-            finish_reason="length",
-            usage=Usage(prompt_tokens=len(words), cached_tokens=0, completion_tokens=0),
-            cache=CacheReport(),
-            timing=Timing(queued_s=0, prefill_s=0, first_token_s=0, decode_s=0, total_s=0),
-            model="m",
-            prompt_logprobs=PromptLogprobs(start=start, content=scores if start else [None, *scores]),
-        )
+        prompt = {"start": start, "content": scores if start else [None, *scores]}
+        return GenerationResult.model_validate({**result_fields("j", "said"), "prompt_logprobs": prompt})
 
 
 @pytest.fixture
