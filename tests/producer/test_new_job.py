@@ -53,24 +53,26 @@ def dump(connection):
     return found
 
 
+SAME: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "another queue's end": {"at_front": True},
+    "retries with intervals": {"retry": Retry(2, [1, 60])},
+    "retries at the front": {"retry": Retry(2, enqueue_at_front=True)},
+    "behind a job that waits": {"depends_on": "waits"},
+    "behind a job that has finished": {"depends_on": "finished"},
+    "behind a job that has failed": {"depends_on": "failed"},
+    "behind several": {"depends_on": ["finished", "waits"]},
+}
+"""RQ has these options under the same names."""
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": ({}, {}),
-    "another queue's end": ({"at_front": True}, {"at_front": True}),
+    name: (options, options) for name, options in SAME.items()
+} | {
     "times": (
         {"job_timeout_s": 7, "result_ttl_s": 8, "failure_ttl_s": -1, "ttl_s": 10},
         {"job_timeout": 7, "result_ttl": 8, "failure_ttl": -1, "ttl": 10},
     ),
     "retries at once": ({"retry": 3}, {"retry": Retry(3)}),
-    "retries with intervals": ({"retry": Retry(2, [1, 60])}, {"retry": Retry(2, [1, 60])}),
-    "retries at the front": (
-        {"retry": Retry(2, enqueue_at_front=True)},
-        {"retry": Retry(2, enqueue_at_front=True)},
-    ),
-    "behind a job that waits": ({"depends_on": "waits"}, {"depends_on": "waits"}),
     "behind a job that waits, with a ttl": ({"depends_on": "waits", "ttl_s": 9}, {"depends_on": "waits", "ttl": 9}),
-    "behind a job that has finished": ({"depends_on": "finished"}, {"depends_on": "finished"}),
-    "behind a job that has failed": ({"depends_on": "failed"}, {"depends_on": "failed"}),
-    "behind several": ({"depends_on": ["finished", "waits"]}, {"depends_on": ["finished", "waits"]}),
     "behind a failed one that may": (
         {"depends_on": "failed", "allow_dependency_failures": True},
         {"depends_on": Dependency("failed", allow_failure=True)},
@@ -112,19 +114,16 @@ def test_many_jobs_are_as_rq_writes_them(ours, theirs):
         assert dump(left) == dump(right)
 
 
-@pytest.mark.parametrize(
-    ("fields", "hint"),
-    [
+def test_a_worker_that_looks_ahead_finds_agent_and_access_beside_the_request(producer, connection):
+    for fields, hint in (
         ({"agent_id": "a b"}, "write a b"),
         ({"agent_id": "a", "cache": "read"}, "read a"),
         ({"agent_id": "a", "cache": "off"}, "none"),
         ({}, "none"),
-    ],
-)
-def test_a_worker_that_looks_ahead_finds_agent_and_access_beside_the_request(producer, connection, fields, hint):
-    ticket = producer.submit(prompt="x", **fields)
-    created_at, found = connection.hmget(f"rq:job:{ticket.job_id}", "created_at", FIELD_AGENT)
-    assert found.decode() == f"{created_at.decode()} {hint}"
+    ):
+        ticket = producer.submit(prompt="x", **fields)
+        created_at, found = connection.hmget(f"rq:job:{ticket.job_id}", "created_at", FIELD_AGENT)
+        assert found.decode() == f"{created_at.decode()} {hint}"
 
 
 def test_a_job_cannot_depend_on_a_missing_job(producer, connection):
@@ -142,20 +141,13 @@ def test_a_repeated_call_gives_the_same_job_even_if_its_dependency_has_expired(p
     assert child.status().state == "deferred"
 
 
-@pytest.mark.parametrize(
-    ("option", "named"),
-    [
-        ({"retry": 0}, "retry"),
-        ({"retry": True}, "retry"),
-        ({"retry": "3"}, "retry"),
-        ({"depends_on": "a b"}, "depends_on"),
-        ({"depends_on": [3]}, "depends_on"),
-        ({"allow_dependency_failures": True}, "depends_on"),
-    ],
-)
-def test_an_option_rq_does_not_take_is_refused_by_name(producer, connection, option, named):
-    with pytest.raises(InvalidRequest, match=named):
-        producer.submit(**FIELDS, **option)
-    with pytest.raises(InvalidRequest, match=named):
-        producer.submit_many([FIELDS], **option)
+def test_an_option_rq_does_not_take_is_refused_by_name(producer, connection):
+    for option in ({"retry": 0}, {"retry": True}, {"retry": "3"}, {"depends_on": "a b"}, {"depends_on": [3]}):
+        [named] = option
+        with pytest.raises(InvalidRequest, match=named):
+            producer.submit(**FIELDS, **option)
+        with pytest.raises(InvalidRequest, match=named):
+            producer.submit_many([FIELDS], **option)
+    with pytest.raises(InvalidRequest, match="depends_on"):
+        producer.submit(**FIELDS, allow_dependency_failures=True)
     assert connection.keys() == []

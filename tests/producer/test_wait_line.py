@@ -5,6 +5,7 @@ import time
 import pytest
 from redis import Redis
 from tests.producer.played_worker import publish
+from tests.support.wait import wait_for
 
 from stoker import wait_line
 from stoker.wait_line import shown_wait
@@ -18,9 +19,7 @@ def at_once(monkeypatch):
 
 
 def until(terminal, text):
-    end = time.monotonic() + 10
-    while text not in terminal.getvalue() and time.monotonic() < end:
-        time.sleep(0.01)
+    wait_for(lambda: text in terminal.getvalue(), 10)
     return terminal.getvalue()
 
 

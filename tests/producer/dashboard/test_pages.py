@@ -116,7 +116,7 @@ def test_a_queue_with_slashes_in_its_name_has_a_page(page, producer):
 UNREADABLE = {"created_at": "2026-01-01T00:00:00+00:00", "description": b"\xff", "status": "paused", "timeout": "abc"}
 
 
-def test_jobs_that_rq_cannot_read_break_no_page(page, producer, connection):
+def test_jobs_that_rq_cannot_read_and_keys_that_are_no_queues_break_no_page(page, producer, connection):
     jobs = [job.job_id for job in producer.submit_many([{"prompt": "x"}] * (len(UNREADABLE) + 2))]
     for job_id, field, value in zip(jobs, UNREADABLE, UNREADABLE.values(), strict=False):
         connection.hset(f"rq:job:{job_id}", field, value)
@@ -127,6 +127,10 @@ def test_jobs_that_rq_cannot_read_break_no_page(page, producer, connection):
     for job_id in jobs:
         page(f"/0/data/job/{job_id}.json")
         page(f"/0/view/job/{job_id}")
+    connection.sadd("rq:queues", b"rq:queue:\xff", "nonsense")
+    assert [queue["name"] for queue in json.loads(page("/0/data/queues.json"))["queues"]] == ["generate"]
+    for path in ("/", "/0/view/jobs"):
+        page(path)
 
 
 @pytest.mark.slow
@@ -147,14 +151,6 @@ def test_what_would_unpack_to_gigabytes_is_not_unpacked_for_a_page(page, produce
             assert tracemalloc.get_traced_memory()[1] < 150 * 2**20
         finally:
             tracemalloc.stop()
-
-
-def test_a_key_that_is_no_queues_breaks_no_list_of_queues(page, producer, connection):
-    producer.submit(prompt="x")
-    connection.sadd("rq:queues", b"rq:queue:\xff", "nonsense")
-    assert [queue["name"] for queue in json.loads(page("/0/data/queues.json"))["queues"]] == ["generate"]
-    for path in ("/", "/0/view/jobs"):
-        page(path)
 
 
 def facts(text):

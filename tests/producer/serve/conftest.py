@@ -17,6 +17,7 @@ from redis import Redis
 from rq.exceptions import NoSuchJobError
 from tests.producer.played_worker import PlayedWorker, result_fields
 from tests.support.server_fixture import require_server_program
+from tests.support.wait import wait_for
 
 from stoker.api.fields import BodyOptions
 from stoker.serve.app import build_app
@@ -51,11 +52,7 @@ class Hand(PlayedWorker):
 
     def wait_for_one(self) -> str:
         """The id of the one job that waits."""
-        end = time.monotonic() + 20
-        while not (found := [job for job in self.waiting() if self.line(self.request(job)) == "wait"]):
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        return found[0]
+        return wait_for(lambda: [job for job in self.waiting() if self.line(self.request(job)) == "wait"], 20)[0]
 
     def all_jobs(self) -> list[str]:
         """The ids of all jobs, the oldest first."""
