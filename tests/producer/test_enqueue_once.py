@@ -209,7 +209,8 @@ def test_the_same_job_by_redis_cli_or_with_a_default_written_out_is_the_same_job
 
 def test_ids_that_rq_does_not_allow_or_that_are_not_one_for_each_request_are_refused(server):
     producer = Producer(server)
-    for job_id in ("", "a.b", "a:b", "a b", "ü", 5):
+    refused: list[Any] = ["", "a.b", "a:b", "a b", "ü", 5]
+    for job_id in refused:
         with pytest.raises(InvalidRequest, match="job_id"):
             producer.submit(**REQUEST, job_id=job_id)
         with pytest.raises(InvalidRequest, match="job_id"):
