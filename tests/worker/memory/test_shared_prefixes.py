@@ -143,7 +143,7 @@ def test_a_job_that_begins_while_an_agent_is_being_forgotten_finds_its_blocks(
 
         def then_a_job_begins(change: Any) -> Any:
             done = commit(change)
-            until_the_end.enter_context(store.budget.holds.using(None, chain.addresses))
+            until_the_end.enter_context(store.budget.using(None, chain.addresses))
             return done
 
         with monkeypatch.context() as patched:

@@ -10,7 +10,7 @@ files that go are removed after it: a crash in between leaves files that no row 
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -326,14 +326,12 @@ def forget_agent(
     agent_id: str,
     asked: Asked = BY_COMMAND,
     *,
-    is_held: Callable[[str], bool] = lambda address: False,
     only_here: bool = False,
 ) -> AgentForgotten:
-    """Remove the agent, whole or damaged, and the blocks that only it used, those of its older versions too. With a
+    """Remove the agent, whole or damaged, and the blocks that only it used and nobody here counts on. With a
     shared store its next version there is an empty one.
 
     Args:
-        is_held: whether somebody counts on the block of this address.
         only_here: other machines may keep it.
 
     Raises:
@@ -342,7 +340,7 @@ def forget_agent(
         VersionTaken, SharedStoreAway: as `StoreParts.commit_next`.
         OSError: it could not be removed; or it is removed, but some of its cache files are not.
     """
-    change = partial(_remove, parts=parts, agent_id=agent_id, asked=asked, is_held=is_held)
+    change = partial(_remove, parts=parts, agent_id=agent_id, asked=asked)
     with naming(agent_id):
         if only_here or not parts.replica.is_shared:
             removed: _Removed | None = parts.database.commit(change)
@@ -354,7 +352,7 @@ def forget_agent(
         assert version is not None
         assert version.result is not None
         return AgentForgotten.model_validate_json(version.result)
-    _remove_files(parts, removed, is_held)
+    _remove_files(parts, removed)
     return removed.answer
 
 
@@ -371,18 +369,18 @@ def _empty_version(parts: StoreParts, agent_id: str, asked: Asked) -> NextVersio
     return NextVersion(agent_id, newest + 1, None, asked.key(agent_id), answer.model_dump_json())
 
 
-def forget_unused(parts: StoreParts, agents: Sequence[str], *, is_held: Callable[[str], bool]) -> list[str]:
+def forget_unused(parts: StoreParts, agents: Sequence[str]) -> list[str]:
     """Remove these agents here; returns those that are removed. One that cannot be keeps no other from it, and is
-    logged. `is_held`: `Holds.is_held`."""
+    logged."""
     gone = []
     changes = parts.database.commit_each([
-        partial(_remove, parts=parts, agent_id=agent_id, asked=BY_COMMAND, is_held=is_held) for agent_id in agents
+        partial(_remove, parts=parts, agent_id=agent_id, asked=BY_COMMAND) for agent_id in agents
     ])  # fmt: skip
     for agent_id, change in zip(agents, changes, strict=True):
         try:
             removed = change.outcome()
             gone.append(agent_id)
-            _remove_files(parts, removed, is_held)
+            _remove_files(parts, removed)
         except (OSError, Damaged, StokerError) as error:
             _log.warning("agent %r is unused, and could not be removed: %s", agent_id, error)
     return gone
@@ -395,9 +393,7 @@ class _Removed(NamedTuple):
     blocks: list[Block]
 
 
-def _remove(
-    connection: Connection, *, parts: StoreParts, agent_id: str, asked: Asked, is_held: Callable[[str], bool]
-) -> _Removed:
+def _remove(connection: Connection, *, parts: StoreParts, agent_id: str, asked: Asked) -> _Removed:
     """Remove an agent's rows, and those of the blocks that only it used. Raises `OSError`: a checkpoint is left."""
     row = transcripts.find_agent(connection, agent_id)
     forgotten = AgentForgotten(job_id=asked.job_id, agent_id=agent_id, existed=row is not None)
@@ -407,7 +403,7 @@ def _remove(
         ends = _ends_of_chains(connection, row)
         cache_index.set_piece_bytes(connection, row.number, 0)
         transcripts.delete_agent(connection, row)
-        going, shared = _take_blocks(connection, ends, is_held)
+        going, shared = _take_blocks(parts, connection, ends)
         _remove_checkpoints(parts, connection, shared)
         counts = {"blocks": len(going), "block_bytes": sum(x.both_bytes for x in going), "shared_blocks": len(shared)}
         forgotten = forgotten.model_copy(update={"version": row.version, **counts})
@@ -415,10 +411,10 @@ def _remove(
     return _Removed(forgotten, going)
 
 
-def _remove_files(parts: StoreParts, removed: _Removed, is_held: Callable[[str], bool]) -> None:
+def _remove_files(parts: StoreParts, removed: _Removed) -> None:
     """Raises `OSError`: some are left."""
     pieces = parts.pieces.paths(removed.answer.agent_id, removed.answer.version)
-    gone = (parts.blocks.both(one.model, one.address) for one in removed.blocks if not is_held(one.address))
+    gone = (parts.blocks.both(one.model, one.address) for one in removed.blocks if not parts.holds.is_held(one.address))
     with ExitStack() as removals:  # each is tried, also after one that fails
         for path in (*pieces, *(path for both in gone for path in both)):
             removals.callback(parts.files.remove, path)
@@ -434,14 +430,12 @@ def _ends_of_chains(connection: Connection, row: AgentRow) -> list[bytes]:
     return [end for end in dict.fromkeys(ends) if isinstance(end, bytes)]
 
 
-def _take_blocks(
-    connection: Connection, ends: Sequence[bytes], is_held: Callable[[str], bool]
-) -> tuple[list[Block], list[Block]]:
+def _take_blocks(parts: StoreParts, connection: Connection, ends: Sequence[bytes]) -> tuple[list[Block], list[Block]]:
     """Remove the rows of the blocks before these ends that nothing refers to; returns them, and the others."""
     going, shared, now = [], dict[str, Block](), time.time()
     for end in ends:
         for block in cache_index.chain_back(connection, end):
-            if block.n_users or is_held(block.address):
+            if block.n_users or parts.holds.is_held(block.address):
                 shared[block.address] = block
                 cache_index.note_unused(connection, block.address, now=now)
             else:

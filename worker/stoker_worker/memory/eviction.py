@@ -143,74 +143,6 @@ def _write(connection: Connection, notes: Iterable[_Note]) -> None:
         note(connection)
 
 
-class Holds:
-    """The cache that work counts on. `lock`: never held while a transaction is waited for."""
-
-    def __init__(self, notes: Notes) -> None:
-        self._notes = notes
-        self.lock = threading.Lock()
-        self._running: frozenset[str] = frozenset()
-        self._waiting: frozenset[str] = frozenset()
-        self._is_all = False
-        self._in_use: Counter[str] = Counter()
-        self._held: Counter[str] = Counter()
-
-    def pin(self, running: frozenset[str], waiting: frozenset[str], *, is_all: bool = True) -> None:
-        """From now on these agents, and no others, have work: those that run lose nothing, those that wait lose theirs
-        last. Never blocks. `is_all`: whether no other agent has work waiting."""
-        self._is_all = is_all
-        self._running, self._waiting = running, waiting
-
-    def has_work(self, agent_id: str) -> bool:
-        """Returns whether the agent has, or may have, work that runs or waits."""
-        return not self._is_all or any(agent_id in agents for agents in (self._running, self._waiting, self._in_use))
-
-    @contextmanager
-    def using(self, agent_id: str | None, blocks: Iterable[str]) -> Iterator[None]:
-        """Inside, the agent loses nothing, and the blocks of these addresses stay. `agent_id`: ``None`` for a job
-        without one."""
-        agents, held = () if agent_id is None else (agent_id,), tuple(blocks)
-        with self.lock:
-            self._in_use.update(agents)
-            self._held.update(held)
-        if agent_id is not None:
-            self._notes.used(agent_id)
-        try:
-            yield
-        finally:
-            with self.lock:
-                _release(self._in_use, agents)
-                _release(self._held, held)
-
-    def is_held(self, address: str) -> bool:
-        """Returns whether somebody counts on the block."""
-        with self.lock:
-            return address in self._held
-
-    def agents(self) -> frozenset[str]:
-        """The agents with work. With `lock` held."""
-        return self._running.union(self._waiting, self._in_use)
-
-    def is_running(self, agent_id: str) -> bool:
-        """Returns whether the agent may lose nothing. With `lock` held."""
-        return agent_id in self._running or agent_id in self._in_use
-
-    def waits(self, agent_id: str) -> bool:
-        return agent_id in self._waiting
-
-    def blocks(self) -> frozenset[str]:
-        """Addresses of the blocks that stay. With `lock` held."""
-        return frozenset(self._held)
-
-
-def _release(counts: Counter[str], names: Iterable[str]) -> None:
-    """Only these are looked at: a `Counter` that something is subtracted from goes through all that it has."""
-    for name in names:
-        counts[name] -= 1
-        if not counts[name]:
-            del counts[name]
-
-
 @dataclass(frozen=True)
 class Plan:
     """The files to remove.
@@ -327,7 +259,6 @@ class DiskBudget:
 
     Attributes:
         max_bytes: the limit. Over it, cache is evicted down to 90 %, so that not every save has to.
-        holds: the cache that stays.
         place_of: where in the queue a waiting agent is, as in `QueuePort.place_of`.
     """
 
@@ -349,7 +280,7 @@ class DiskBudget:
         self._notes = notes
         self._on_evicted = on_evicted
         self._settling = threading.Lock()
-        self.holds = Holds(notes)
+        self._holds = parts.holds
         self.place_of: PlaceOf = lambda agent_id: (0, 0)
         self._waiting: list[str] | None = None  # in one settling: the agents whose cache is left, the next to go last
         self._room_bytes = 0
@@ -363,12 +294,20 @@ class DiskBudget:
         with self._database.snapshot() as connection:
             return cache_index.cache_bytes(connection) + _other_bytes(self._parts)
 
+    @contextmanager
+    def using(self, agent_id: str | None, blocks: Iterable[str]) -> Iterator[None]:
+        """As `Holds.using`; the agent counts as used now."""
+        with self._holds.using(agent_id, blocks):
+            if agent_id is not None:
+                self._notes.used(agent_id)
+            yield
+
     def saved(self, agent_id: str | None, n_bytes: int = 0) -> None:
         """The agent's new version is committed, and its blocks with it; ``None``: blocks of a job without an agent.
         `n_bytes`: how much the store has grown at most; the limit is only checked when that may be over it."""
         if agent_id is not None:
             self._notes.saved(agent_id)
-        with self.holds.lock:
+        with self._holds.lock:
             self._room_bytes -= n_bytes
             is_over = self._room_bytes < 0
         if is_over:
@@ -409,8 +348,8 @@ class DiskBudget:
     def discard(self, find: Callable[[], Iterable[Path]]) -> int:
         """Remove the cache files that `find` finds, except blocks that work counts on; returns how many. While it
         looks, nobody begins to count on one. Raises `OSError`."""
-        with self.holds.lock:
-            held = self.holds.blocks()
+        with self._holds.lock:
+            held = self._holds.blocks()
             paths = [path for path in find() if block_beside(path).stem not in held]
             for path in paths:
                 self._parts.files.remove(path)
@@ -462,7 +401,7 @@ class DiskBudget:
                     if 10 * self._database.log_bytes() > self.max_bytes:
                         self._database.empty_log()
                     other_bytes = _other_bytes(self._parts)
-                    with self.holds.lock, self._database.snapshot() as connection:
+                    with self._holds.lock, self._database.snapshot() as connection:
                         total = cache_index.cache_bytes(connection) + other_bytes
                         if total > self.max_bytes:
                             goal = int(self.max_bytes * LOW_WATER)
@@ -483,7 +422,7 @@ class DiskBudget:
             _log.warning("could not evict everything that should go: %s", error)
         except Exception:  # whatever a damaged row does, it does to no turn
             _log.exception("could not evict everything that should go")
-        with self.holds.lock:
+        with self._holds.lock:
             self._room_bytes = self.max_bytes - total
         self._warn_if_over(total)
 
@@ -498,7 +437,7 @@ class DiskBudget:
             )
 
     def _plan(self, connection: Connection, need_bytes: int, unused_before: float) -> Plan:
-        holds, held = self.holds, self.holds.blocks()
+        holds, held = self._holds, self._holds.blocks()
         unused = plan_unused(connection, need_bytes=need_bytes, held=held, unused_before=unused_before)
         if unused or need_bytes <= 0:
             return unused

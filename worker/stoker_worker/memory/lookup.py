@@ -391,7 +391,7 @@ class PrefixLookup:
         """`n_shared`: how many blocks an earlier prompt began with too."""
         addresses, agent = lookup.prompt.addresses, lookup.agent
         if agent is None:
-            with self._budget.holds.using(None, addresses):
+            with self._budget.using(None, addresses):
                 own, other = self._blocks_of_session(lookup)
                 restored = self._from_ram(lookup, own, other) or self._from_disk(lookup, own, other)
                 # A prompt of whole blocks leaves out one token of its last block.
@@ -401,7 +401,7 @@ class PrefixLookup:
                     self._notes.read(addresses[n_saved - 1])
                 return replace(restored, to_share=n_shared * BLOCK_TOKENS if n_shared > n_saved else 0)
         own, other = self._own_blocks(lookup, agent)
-        with self._budget.holds.using(agent.agent_id, addresses):
+        with self._budget.using(agent.agent_id, addresses):
             in_ram = None if other else self._from_ram(lookup, own, None)
             return in_ram or self._from_disk(lookup, own, other)
 

@@ -141,7 +141,7 @@ class SessionCaches:
         Raises:
             OSError, Damaged: it could not be written; what was kept before still is.
         """
-        with self._budget.holds.using(None, chain.addresses):
+        with self._budget.using(None, chain.addresses):
             name, version, before = self._take(session, chain)
             save = partial(
                 self._save, name, version, chain, cache, before=before, prompt_tokens=prompt_tokens, model=model

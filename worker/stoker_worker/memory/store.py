@@ -115,7 +115,7 @@ class AgentCacheStore(CacheStorePort):
         self._read_ahead = ReadAhead(parts, self.ram_cache)
         self._behind = None
         if shared is not None:
-            parts.replica = SharedReplica(parts, shared, is_held=self.budget.holds.is_held, on_brought=self._brought_in)
+            parts.replica = SharedReplica(parts, shared, on_brought=self._brought_in)
             self._behind = CachesBehind(parts, shared, self.budget, max_bps=shared_max_bps)
         self.agent_jobs = AgentJobs(self, keep_versions=keep_versions)
 
@@ -269,7 +269,7 @@ class AgentCacheStore(CacheStorePort):
     ) -> None:
         chain = BlockChain(model.fingerprint, salt, token_ids)
         try:
-            with self.budget.holds.using(None, chain.addresses):
+            with self.budget.using(None, chain.addresses):
                 known = replace(cache, checkpoints=tuple(x for x in cache.checkpoints if x.n_tokens <= len(token_ids)))
                 saved = self._blocks.save(chain, known, model.spec)
                 enter = partial(enter_saved, blocks=self._blocks, chain=chain, saved=saved, spec=model.spec)
@@ -318,7 +318,7 @@ class AgentCacheStore(CacheStorePort):
 
     def pin(self, running: frozenset[str], waiting: frozenset[str], *, is_all: bool = True) -> None:
         self.in_flight.pin(running)
-        self.budget.holds.pin(running, waiting, is_all=is_all)
+        self.parts.holds.pin(running, waiting, is_all=is_all)
         self.ram_cache.pin(running, waiting)
 
     def order_by(self, place_of: PlaceOf) -> None:
@@ -460,7 +460,7 @@ class AgentJobs(AgentJobsPort):
 
     def _change(self, request: AgentRequest, delivery: Delivery) -> AgentResult:
         agent_id, asked = request.agent_id, Asked(delivery, request.expect_version, self._keep_versions)
-        with self._store.in_flight.working_on(request.changed_agent), self._budget.holds.using(agent_id, ()):
+        with self._store.in_flight.working_on(request.changed_agent), self._budget.using(agent_id, ()):
             if request.action == "forget":
                 return self._forget(agent_id, asked)
             if request.action == "fork":
@@ -485,7 +485,7 @@ class AgentJobs(AgentJobsPort):
 
     def _forget(self, agent_id: str, asked: Asked) -> AgentForgotten:
         try:
-            return forget_agent(self._parts, agent_id, asked, is_held=self._budget.holds.is_held)
+            return forget_agent(self._parts, agent_id, asked)
         finally:  # also if it is forgotten, and a file could not be removed
             self._store.ram_cache.drop(agent_id)
             self._store.unsaved.discard(agent_id)
@@ -496,7 +496,7 @@ class AgentJobs(AgentJobsPort):
             raise AgentTranscriptUnreadable(f"the transcript of agent {source!r}: its last turn was not saved")
         if target in self._store.unsaved:
             raise AgentExists(f"there is an agent {target!r} already")
-        with self._budget.holds.using(target, ()):
+        with self._budget.using(target, ()):
             forked = fork_agent(self._parts, source, target, asked)
         self._budget.saved(target)
         return forked

@@ -5,7 +5,9 @@ them apart. Only one of them is a worker (`locks.StoreLock`).
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,9 +111,76 @@ class Replica:
         return True
 
 
+class Holds:
+    """The cache that work in this process counts on; in a command of the shell, none. `lock`: never held while a
+    transaction is waited for."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._running: frozenset[str] = frozenset()
+        self._waiting: frozenset[str] = frozenset()
+        self._is_all = False
+        self._in_use: Counter[str] = Counter()
+        self._held: Counter[str] = Counter()
+
+    def pin(self, running: frozenset[str], waiting: frozenset[str], *, is_all: bool = True) -> None:
+        """From now on these agents, and no others, have work: those that run lose nothing, those that wait lose theirs
+        last. Never blocks. `is_all`: whether no other agent has work waiting."""
+        self._is_all = is_all
+        self._running, self._waiting = running, waiting
+
+    def has_work(self, agent_id: str) -> bool:
+        """Returns whether the agent has, or may have, work that runs or waits."""
+        return not self._is_all or any(agent_id in agents for agents in (self._running, self._waiting, self._in_use))
+
+    @contextmanager
+    def using(self, agent_id: str | None, blocks: Iterable[str]) -> Iterator[None]:
+        """Inside, the agent loses nothing, and the blocks of these addresses stay. `agent_id`: ``None`` for a job
+        without one."""
+        agents, held = () if agent_id is None else (agent_id,), tuple(blocks)
+        with self.lock:
+            self._in_use.update(agents)
+            self._held.update(held)
+        try:
+            yield
+        finally:
+            with self.lock:
+                _release(self._in_use, agents)
+                _release(self._held, held)
+
+    def is_held(self, address: str) -> bool:
+        """Returns whether somebody counts on the block."""
+        with self.lock:
+            return address in self._held
+
+    def agents(self) -> frozenset[str]:
+        """The agents with work. With `lock` held."""
+        return self._running.union(self._waiting, self._in_use)
+
+    def is_running(self, agent_id: str) -> bool:
+        """Returns whether the agent may lose nothing. With `lock` held."""
+        return agent_id in self._running or agent_id in self._in_use
+
+    def waits(self, agent_id: str) -> bool:
+        return agent_id in self._waiting
+
+    def blocks(self) -> frozenset[str]:
+        """Addresses of the blocks that stay. With `lock` held."""
+        return frozenset(self._held)
+
+
+def _release(counts: Counter[str], names: Iterable[str]) -> None:
+    """Only these are looked at: a `Counter` that something is subtracted from goes through all that it has."""
+    for name in names:
+        counts[name] -= 1
+        if not counts[name]:
+            del counts[name]
+
+
 @dataclass
 class StoreParts:
-    """An open store. `replica`: the shared store that it is a copy of, if there is one."""
+    """An open store. `replica`: the shared store that it is a copy of, if there is one. `holds`: what this process
+    counts on."""
 
     path: Path
     files: Disk
@@ -120,6 +189,7 @@ class StoreParts:
     blocks: BlockFolder
     pieces: PieceFolder
     replica: Replica = field(default_factory=Replica)
+    holds: Holds = field(default_factory=Holds)
 
     @property
     def temp(self) -> Path:

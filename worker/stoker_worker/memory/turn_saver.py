@@ -203,7 +203,7 @@ class TurnSaver:
         """
         chain = cached_chain(turn)
         try:
-            with self._budget.holds.using(turn.agent_id, chain.addresses if chain else ()):
+            with self._budget.using(turn.agent_id, chain.addresses if chain else ()):
                 save = partial(self._save, turn, chain)
                 return turn, self._budget.with_room(save, partial(self._n_bytes, turn, chain))
         except AgentVersionConflict:

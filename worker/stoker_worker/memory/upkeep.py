@@ -212,7 +212,7 @@ class Upkeep:
         """``False`` if none of those that should go can: the disk fails, perhaps."""
         with ExitStack() as taken:
             unused = [agent_id for agent_id in agents if self._takes(taken, agent_id, for_s)]
-            removed = forget_unused(self._parts, unused, is_held=self._budget.holds.is_held)
+            removed = forget_unused(self._parts, unused)
         for agent_id in removed:
             self._ram_cache.drop(agent_id)
             _log.info("%s removed: it was not used for %g s", shown(agent_id), for_s - _TICK_S)
@@ -220,8 +220,8 @@ class Upkeep:
 
     def _has_work(self, agent_id: str) -> bool:
         """Also if its jobs do not come up here: they wait for a job in another queue, or are left to another worker."""
-        budget = self._budget
-        return budget.holds.has_work(agent_id) or budget.place_of(agent_id) < budget.place_of(_NO_AGENT)
+        place_of = self._budget.place_of
+        return self._parts.holds.has_work(agent_id) or place_of(agent_id) < place_of(_NO_AGENT)
 
     def _takes(self, taken: ExitStack, agent_id: str, for_s: float) -> bool:
         """Returns whether the agent is whole and unused. No other process works on it until `taken` ends."""

@@ -173,7 +173,7 @@ class SharedCaches:
             if not missing:
                 return
             with (
-                self._budget.holds.using(version.agent_id, [block_beside(path).stem for path in missing]),
+                self._budget.using(version.agent_id, [block_beside(path).stem for path in missing]),
                 ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shared-store") as threads,
             ):
                 n_bytes = sum(threads.map(bring_one, missing, missing.values()))

@@ -50,19 +50,13 @@ class SharedReplica(Replica):
         parts: StoreParts,
         bucket: Bucket,
         *,
-        is_held: Callable[[str], bool] = lambda address: False,
         on_brought: Callable[[str], None] = lambda agent_id: None,
     ) -> None:
-        """
-        Args:
-            is_held: `Holds.is_held`.
-            on_brought: called with the id of an agent whose newest version here has become another one.
-        """
+        """`on_brought`: called with the id of an agent whose newest version here has become another one."""
         self._parts = parts
         self._database = parts.database
         self._bucket = bucket
         self.versions = Versions(bucket)
-        self._is_held = is_held
         self._on_brought = on_brought
         self._locks = [threading.RLock() for _ in range(_N_LOCKS)]
         self._meeting = threading.Lock()
@@ -71,7 +65,7 @@ class SharedReplica(Replica):
         self._doubtful: set[str] = set()  # agents of which a put may have arrived, without a reply
 
     def meet(self) -> None:
-        """Raises as `identity.meet`."""
+        """As `Replica.meet`."""
         with self._meeting:
             if self._bucket.landmark is None:
                 meet(self._bucket, self._database)
@@ -211,7 +205,7 @@ class SharedReplica(Replica):
         """Another worker has made this empty version, or this one in an earlier life."""
         agent_id = empty.next.agent_id
         self._clean(agent_id, empty.next.number)
-        forget_agent(self._parts, agent_id, is_held=self._is_held, only_here=True)
+        forget_agent(self._parts, agent_id, only_here=True)
         self._note_forgotten(empty)
 
     def _clean(self, agent_id: str, number: int) -> None:
