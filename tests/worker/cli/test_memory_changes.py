@@ -14,7 +14,6 @@ from tests.worker.memory.agents import (
     files_below,
     ids,
     make_model,
-    only,
     open_store,
     using,
 )
@@ -118,17 +117,6 @@ def test_a_fork_continues_token_for_token_and_independently(command: Command, fo
         assert agent("../b").cached((*agent("../b").tokens(), 9)) == tokens + 3
     assert json.loads(command("show", "../b", "--json").stdout)["versions"][0]["job_id"] is None
     assert_sound(folder)
-
-
-def test_a_fork_without_one_of_its_snapshots_still_has_the_other(command: Command, folder: Path) -> None:
-    model = make_model(spec=SNAPSHOT_SPECS["hybrid"])
-    store = open_store(folder)
-    Agent(store, "a", model=model).say(LONG[:600], (1, 2))
-    only(folder, "*-snapshot-0*").unlink()
-    command("fork", "a", "b")
-    assert Agent(store, "b", model=model).cached((*LONG[:600], 1, 2, 3)) == 602
-    assert Agent(store, "b", model=model).restore(LONG[:600]).miss_reason == "snapshot_missing"
-    store.close()
 
 
 @pytest.mark.parametrize("kind", SNAPSHOT_SPECS)

@@ -31,7 +31,7 @@ def fetcher_of(
 def end(fetcher: Fetcher, queue: InMemoryQueue) -> None:
     fetcher.leave()
     queue.enqueue(job_id="last")
-    for job in queue.claim(1, Busy()):
+    for job in (*queue.claim(1, Busy()), *queue.in_flight()):
         job.release()  # so that it wakes up
     fetcher.join(TIMEOUT_S)
     assert not fetcher.is_alive()
@@ -74,12 +74,10 @@ def test_the_store_is_told_that_these_are_all_while_every_place_is_taken() -> No
     queue, loader = InMemoryQueue(), NotedLoader()
     queue.enqueue(agent_id="a")
     fetcher = fetcher_of(queue, loader, Store(), poll_s=0.001)
-    job = loader.jobs.get(timeout=TIMEOUT_S)
+    loader.jobs.get(timeout=TIMEOUT_S)
     queue.enqueue(agent_id="b")
     wait_for(lambda: (frozenset("a"), frozenset("b"), True) in pins, why=lambda: str(pins))
-    fetcher.leave()
-    job.claimed.release()
-    fetcher.join(TIMEOUT_S)
+    end(fetcher, queue)
     assert all(is_all for _, _, is_all in pins)
 
 
@@ -147,9 +145,7 @@ def test_the_fetcher_claims_again_at_once_while_a_slot_is_free_and_jobs_are_unre
     fetcher = fetcher_of(queue, loader)
     job = loader.jobs.get(timeout=TIMEOUT_S)
     assert job.job_id == "a"
-    fetcher.leave()
-    job.claimed.release()
-    fetcher.join(TIMEOUT_S)
+    end(fetcher, queue)
 
 
 def test_with_every_slot_taken_the_fetcher_keeps_its_interval() -> None:
@@ -174,8 +170,7 @@ def test_a_withdrawn_or_late_job_is_cancelled_and_streamed_texts_are_published()
     wait_for(lambda: all(jobs[name].cancel.reason for name in ("canceled", "stopped", "late")))
     assert [jobs[name].cancel.reason for name in jobs] == ["withdrawn", "withdrawn", "timed out", None]
     assert queue.entries["fine"].text == "so far"
-    fetcher.leave()
-    fetcher.join(TIMEOUT_S)
+    end(fetcher, queue)
 
 
 def test_a_late_job_is_cancelled_while_redis_is_away() -> None:
@@ -185,9 +180,8 @@ def test_a_late_job_is_cancelled_while_redis_is_away() -> None:
     job = loader.jobs.get(timeout=TIMEOUT_S)
     queue.away = True
     assert wait_for(lambda: job.cancel.reason) == "timed out"
-    fetcher.leave()
-    job.claimed.release()
-    fetcher.join(TIMEOUT_S)
+    queue.away = False
+    end(fetcher, queue)
 
 
 def test_while_the_shared_store_is_away_only_jobs_without_memory_are_claimed() -> None:
@@ -201,8 +195,6 @@ def test_while_the_shared_store_is_away_only_jobs_without_memory_are_claimed() -
     assert (queue.state("writes"), queue.state("reads")) == ("queued", "queued")
     store.away = False
     assert {loader.jobs.get(timeout=TIMEOUT_S).job_id for _ in range(2)} == {"writes", "reads"}
-    for job in queue.in_flight():
-        job.release()
     end(fetcher, queue)
 
 
@@ -217,5 +209,4 @@ def test_a_fetcher_outlives_an_outage_of_redis_and_an_entry_it_cannot_handle(mon
         time.sleep(0.6)
     queue.enqueue(job_id="a")
     assert loader.jobs.get(timeout=TIMEOUT_S).job_id == "a"
-    fetcher.leave()
-    fetcher.join(TIMEOUT_S)
+    end(fetcher, queue)

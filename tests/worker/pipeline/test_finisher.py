@@ -377,10 +377,14 @@ def test_a_job_is_released_only_after_all_steps_of_its_end(scene: Scene, monkeyp
     assert in_flight == [1, 1]
 
 
+Ends = list[tuple[str, str, str, float]]
+"""The agent, the job, the job's state at that time, and how long it lives."""
+
+
 @pytest.fixture
-def ended(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str, float]]:
-    """Each end that the store was told of: the agent, the job, the job's state at that time, and how long it lives."""
-    told: list[tuple[str, str, str, float]] = []
+def ended(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Ends:
+    """Each end that the store was told of."""
+    told: Ends = []
 
     def note(agent_id: str, delivery: Delivery, *, remember_s: float) -> None:
         told.append((agent_id, delivery.job_id, scene.queue.state(delivery.job_id), remember_s))
@@ -389,9 +393,7 @@ def ended(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str,
     return told
 
 
-def test_the_store_learns_how_long_an_answer_is_needed_once_its_job_has_ended(
-    scene: Scene, ended: list[tuple[str, str, str, float]]
-) -> None:
+def test_the_store_learns_how_long_an_answer_is_needed_once_its_job_has_ended(scene: Scene, ended: Ends) -> None:
     job, again = loaded_job(scene.queue, "a"), loaded_job(scene.queue, "b")
     scene.queue.entries["job-a"].lives_s = 77.0
     scene.finisher.put(job, generated())
@@ -408,9 +410,7 @@ def test_the_store_learns_how_long_an_answer_is_needed_once_its_job_has_ended(
     ]
 
 
-def test_a_job_without_an_answer_in_the_store_leaves_nothing_to_forget(
-    scene: Scene, ended: list[tuple[str, str, str, float]]
-) -> None:
+def test_a_job_without_an_answer_in_the_store_leaves_nothing_to_forget(scene: Scene, ended: Ends) -> None:
     """Else a worker that only reads agents would collect what no commit ever takes from it."""
     scene.put_finished("a", cache="read", job_id="read")
     scene.put_finished("a", cache="off", context="full", job_id="off")
@@ -439,9 +439,7 @@ def raise_no_space(agent_id: str | None) -> None:
     raise OSError("no space")
 
 
-def test_a_result_that_could_not_be_posted_is_not_forgotten(
-    scene: Scene, ended: list[tuple[str, str, str, float]]
-) -> None:
+def test_a_result_that_could_not_be_posted_is_not_forgotten(scene: Scene, ended: Ends) -> None:
     """The queue is another worker's since the save: that one answers the job from the agent's history."""
     job = loaded_job(scene.queue, "a")
 

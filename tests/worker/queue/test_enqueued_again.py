@@ -161,26 +161,6 @@ def test_an_id_enqueued_for_another_agent_starts_when_the_old_run_has_left(conne
     assert [job.job_id for job in claim(queue, {"a", "c"})] == ["later"]
 
 
-@pytest.mark.parametrize("end", ["finish", "fail"])
-def test_an_id_enqueued_again_just_before_its_end_is_another_job(connection, queue, enqueue, end):
-    enqueue("job")
-    (old,) = claim(queue)
-    enqueue("job", prompt="new")
-
-    def end_it(job):
-        finish(job, RESULT) if end == "finish" else fail(job, ValueError("x"))
-
-    with pytest.raises(OwnershipLost):
-        end_it(old)
-    drop(old)
-    (new,) = claim(queue)
-    assert new.request.prompt == "new"
-    end_it(new)
-    assert connection.xlen("rq:results:job") == 1
-    assert places(connection, "job") == ["finished" if end == "finish" else "failed"]
-    assert not list(connection.scan_iter("rq:execution*"))
-
-
 def test_an_id_enqueued_again_right_after_its_end_is_not_dropped(connection, queue, enqueue):
     """While the thread that wrote the end has not released the job yet."""
     enqueue("job")

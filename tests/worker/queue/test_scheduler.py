@@ -39,6 +39,14 @@ def make_due(connection, *job_ids):
         connection.zadd("rq:scheduled:generate", {job_id: due_at})
 
 
+@pytest.fixture
+def due(connection, plain):
+    """A scheduled job that is due."""
+    job_id = later(plain)
+    make_due(connection, job_id)
+    return job_id
+
+
 def waiting(connection):
     return [job_id.decode() for job_id in connection.lrange("rq:queue:generate", 0, -1)]
 
@@ -113,37 +121,31 @@ def test_a_stock_scheduler_beside_us_enqueues_nothing_twice(connection, plain, q
     stock.connection.close()
 
 
-def test_our_own_lock_is_released_at_the_end(redis_url, connection, plain):
-    job_id = later(plain)
-    make_due(connection, job_id)
+def test_our_own_lock_is_released_at_the_end(redis_url, connection, due):
     with open_queue(read_settings({"redis_url": redis_url}), redis_url) as opened:
         opened.rq_queue.tidy()
-        assert waiting(connection) == [job_id]
+        assert waiting(connection) == [due]
         assert connection.get(LOCK) == opened.registration.name.encode()
     assert not connection.exists(LOCK)
 
 
-def test_a_deposed_worker_enqueues_nothing(connection, plain, queue):
-    job_id = later(plain)
-    make_due(connection, job_id)
+def test_a_deposed_worker_enqueues_nothing(connection, due, queue):
     taken_over(connection)
     queue.tidy()
-    assert places(connection, job_id) == ["scheduled"]
+    assert places(connection, due) == ["scheduled"]
 
 
 @pytest.mark.parametrize("how", ["cancel", "delete"])
-def test_a_job_withdrawn_just_before_it_is_enqueued_stays_withdrawn(connection, plain, queue, monkeypatch, how):
-    job_id = later(plain)
-    make_due(connection, job_id)
+def test_a_job_withdrawn_just_before_it_is_enqueued_stays_withdrawn(connection, due, queue, monkeypatch, how):
     real = queue._housekeeping.scheduler._enqueue
 
     def withdraw_first(**words):
-        getattr(Job.fetch(job_id, connection, JSONSerializer), how)()
+        getattr(Job.fetch(due, connection, JSONSerializer), how)()
         return real(**words)
 
     monkeypatch.setattr(queue._housekeeping.scheduler, "_enqueue", withdraw_first)
     queue.tidy()
-    assert places(connection, job_id) == (["canceled"] if how == "cancel" else [])
+    assert places(connection, due) == (["canceled"] if how == "cancel" else [])
 
 
 def test_an_unreadable_job_is_enqueued_to_be_refused_and_holds_up_no_other(connection, plain, queue):
