@@ -13,7 +13,7 @@ from pathlib import Path
 from command import main
 from common import Json, difference, note
 from random_models import CONFIGS, RandomModel, random_ids
-from report import Report, columns, figure, lines, say
+from report import Report, columns, say
 
 from stoker_worker.memory.admin.verify import verify_store
 from stoker_worker.memory.store import AgentCacheStore
@@ -125,7 +125,6 @@ TURNS = {
 
 
 def render(content: Json, results: Path) -> Report:
-    plot(content, results)
     models = [
         {**m, "window": m["read"]["window_tokens"] or None, "kib": m["sizes"]["bytes_per_block"] // 1024,
          "mib": {name: n_bytes / 2**20 or None for name, n_bytes in m["sizes"].items()}}
@@ -140,20 +139,6 @@ def render(content: Json, results: Path) -> Report:
     number = say(models[0]["mib"], "Gemma 3 12B at 8,192 tokens: {bytes_at_8k:.0f} MiB, not {naive_bytes_at_8k:,.0f}")
     parts = {"summary": summary, "specifications": columns(models, SPECIFICATIONS), "turns": columns(turns, TURNS)}
     return Report("cache specifications", number, parts)
-
-
-def plot(content: Json, results: Path) -> None:
-    tokens = [256 * n for n in range(1, 65)]
-    with figure(content, results, "bytes", (7, 4.2), title="what an agent's cache takes") as axes:
-        for model in content["models"]:
-            read, size = model["read"], model["sizes"]
-            row = 4 * read["kv_heads"] * read["head_dim"] * read["window"]
-            kept = [(n * size["bytes_per_token"] + min(n, read["window_tokens"]) * row) / 2**20 for n in tokens]
-            lines(axes, tokens, {model["name"]: kept}, marker="")
-            if read["window"]:
-                whole = [n * size["naive_bytes_at_8k"] / 8192 / 2**20 for n in tokens]
-                lines(axes, tokens, {f"{model['name']}, every layer kept whole": whole}, marker="", ls=":")
-        axes.set(xlabel="tokens of an agent", ylabel="MiB in bfloat16")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 from bench import Bench, main
 from common import Json, difference, drop_from_memory, in_turn, note, spread
 from prompts import DELTAS, other_prompts, seed_prompts, text_of
-from report import Report, columns, figure, lines, say
+from report import Report, columns, say
 from works import finished
 
 from stoker_worker.memory.store import AgentCacheStore
@@ -23,8 +23,8 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     if quick:
         prompts = {name: prompts[name] for name in ("seed 1", "Python 243")}
     rows = exactness(bench, folder / "exactness", prompts, max_tokens=4 if quick else 12)
-    lengths = (16, 64) if quick else (16, 64, 128, 256, 512, 1024)
-    timing = loading_times(bench, folder / "timing", lengths, rounds=1 if quick else 6)
+    lengths = (16, 64) if quick else (64, 256, 1024)
+    timing = loading_times(bench, folder / "timing", lengths, rounds=1 if quick else 5)
     verdict = {
         "first_run_equals_reference": all(row["first_differs_at"] is None for row in rows),
         "same_prompt_from_cache_equals_reference": all(row["again_differs_at"] is None for row in rows),
@@ -113,7 +113,6 @@ LOADING_LIMIT_MS = 500.0
 
 
 def render(content: Json, results: Path) -> Report:
-    plot(content, results)
     rows, timing = content["rows"], content["timing"]
     number = say(timing[-1], "first token of {prompt_tokens} known tokens: {speedup} times as fast as without cache")
     runs = ("first", "again", "continued")
@@ -149,17 +148,6 @@ LOADING = {
     "loading, files not in memory, ms": "{loading_evicted_ms:.3g}", "cold, s": "{cold_first_token_s:.3g}",
     "from cache, s": "{warm_first_token_s:.3g}", "ratio": "{speedup}x",
 }  # fmt: skip
-
-
-def plot(content: Json, results: Path) -> None:
-    timing = content["timing"]
-    with figure(content, results, "loading", (7, 4)) as axes:
-        found = {"cold": "cold_first_token_s", "from disk": "warm_first_token_s"}
-        tokens = [row["prompt_tokens"] for row in timing]
-        lines(axes, tokens, {f"first token, {name}": [row[key] for row in timing] for name, key in found.items()})
-        lines(axes, tokens, {"of which loading": [row["loading_ms"]["median"] / 1000 for row in timing]})
-        axes.axhline(LOADING_LIMIT_MS / 1000, linestyle=":", color="grey", label="limit of the plan for loading")
-        axes.set(xscale="log", yscale="log", xlabel="prompt tokens", ylabel="seconds")
 
 
 if __name__ == "__main__":

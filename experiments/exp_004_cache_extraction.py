@@ -8,71 +8,18 @@ experiments/exp_004_*.py``.
 
 import hashlib
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from bench import MAX_BATCH, Bench, Prepared, main
-from common import Json, difference, in_turn, note, spread
+from common import Json, difference, note
 from prompts import DELTAS, text_of
-from report import Report, columns, figure, lines, say
+from report import Report, columns, say
 
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.ports import CompletedGeneration, GenerationWork, SequenceCache
-
-
-def hand_over_costs(bench: Bench, folder: Path, lengths: Sequence[int], rounds: int, rows: int) -> list[Json]:
-    """`rows` sequences of one length, all from cache; each ends at a different step. Lengths take turns.
-
-    The model's forward pass of the next step is running when a sequence is handed over. The next step would spend the
-    measured `wait` anyway; `copy` is the cost of the hand-over: mlx-lm's lazy copy of the sequence, and the cut.
-    """
-    store = AgentCacheStore(folder)
-    asked = {n: {"agent_id": f"{n}", "prompt": text_of(bench.encode, "English", n), "max_tokens": 1} for n in lengths}
-    bench.serve(store, list(asked.values()))
-    samples: dict[int, dict[str, list[float]]] = {n: defaultdict(list) for n in lengths}
-    for number, n in in_turn(lengths, rounds):
-        note(f"cost of handing over {n} tokens, round {number + 1} of {rounds}")
-        turns = [bench.prepare(store, {**asked[n], "max_tokens": 3 + 2 * row}) for row in range(rows)]
-        ended = _hand_over(bench, [turn.work for turn in turns], samples[n])
-        for completion in ended[::3]:
-            # A new agent with its own salt: none of its blocks is in the store, so all are written.
-            name = f"{n} {number} {completion.uid}"
-            fresh = bench.prepare(store, {**asked[n], "agent_id": name, "cache_salt": name})
-            samples[n]["save_ms"].append(1000 * bench.save(store, fresh, completion))
-    store.close()
-    return [{"tokens": n, "kind": "whole", **{k: spread(v) for k, v in s.items()}} for n, s in samples.items()]
-
-
-def _hand_over(
-    bench: Bench, works: Sequence[GenerationWork], sample: dict[str, list[float]]
-) -> list[CompletedGeneration]:
-    """One batch until all have ended; the costs of each hand-over beside the step before it."""
-    from stoker_worker.engine import transfer
-
-    engine, quiet = bench.engine(), 0.0
-    times: list[tuple[float, float]] = []
-    ended: list[CompletedGeneration] = []
-    for one in works:
-        engine.submit(one)
-    with patch.object(transfer, "slice_caches", timing(times)):
-        while engine.in_flight:
-            begin = time.perf_counter()
-            completions = engine.step()
-            seconds = time.perf_counter() - begin
-            for completion, (wait, copy) in zip(completions, times, strict=True):
-                sample["copy_ms"].append(1000 * copy)
-                sample["wait_ms"].append(1000 * wait)
-                sample["quiet_step_ms"].append(1000 * quiet)
-                sample["share_of_step"].append(copy / quiet)
-                sample["mb"].append(_bytes(completion.cache) / 1e6)
-            ended += completions
-            times.clear()
-            quiet = seconds
-    engine.close()
-    return ended
+from stoker_worker.ports import CompletedGeneration, SequenceCache
 
 
 def timing(times: list[tuple[float, float]]) -> Callable[..., SequenceCache]:
@@ -127,10 +74,6 @@ def busy_batch(bench: Bench, folder: Path, history: int, turns: int, answer: int
     return {"history": history, "turns": turns, "in_the_batch": in_flight, "tokens": tokens,
             "decode_ms": round(1000 * decoding), "copy_ms": round(copied, 1), "wait_ms": round(waited, 1),
             "share": round(copied / (1000 * decoding), 4)}  # fmt: skip
-
-
-def _bytes(cache: SequenceCache | None) -> int:
-    return sum(array.nbytes for pair in cache.layers for array in pair) if cache else 0
 
 
 CHAT = "chat, ended by EOS"
@@ -246,8 +189,6 @@ CRITERIA: dict[str, Callable[[Json], bool]] = {
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     chosen = {name: asked for name, asked in batches(bench).items() if not quick or name == "seed report"}
     found = {name: one_batch(bench, folder / name, asked) for name, asked in chosen.items()}
-    of_costs: tuple[Sequence[int], int, int] = ((32,), 1, 3) if quick else ((100, 300, 600, 1100), 2, 8)
-    costs = hand_over_costs(bench, folder / "costs", *of_costs)
     busy = busy_batch(bench, folder / "busy", *((32, 6, 8) if quick else (1000, 24, 64)))
     rows = [row for batch in found.values() for row in batch]
     verdict = {
@@ -255,7 +196,7 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
         "rows_end_at_different_steps": all(len({r["end_step"] for r in batch}) > 1 for batch in found.values()),
         "handing_over_under_5_percent_of_decode_time": busy["share"] < MOST_SHARE,
     }
-    return {"verdict": verdict, "batches": found, "costs": costs, "busy": busy}
+    return {"verdict": verdict, "batches": found, "busy": busy}
 
 
 def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
@@ -269,30 +210,23 @@ def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
 
 
 def render(content: Json, results: Path) -> Report:
-    plot(content, results)
-    batches, costs, busy = content["batches"], content["costs"], content["busy"]
+    batches, busy = content["batches"], content["busy"]
     rows = [
         {**r, "batch": name, "as_alone": r["differs_at"] is None, "as_uncached": r["continued_differs_at"] is None}
         for name, batch in batches.items() for r in batch
     ]  # fmt: skip
-    most = max(costs, key=lambda cost: cost["tokens"])
-    number = say(most | {"share": f"{100 * busy['share']:.2g}"},
-                 "handing over {tokens} tokens: {copy_ms[median]:.1f} ms of a {quiet_step_ms[median]:.0f} ms step; "
-                 "{share} % of a busy batch's decoding")  # fmt: skip
-    parts = {"summary": _summary(rows, len(batches), most, busy), "rows": columns(rows, ROWS)}
-    return Report("per-sequence cache extraction", number, parts | {"costs": columns(costs, COSTS)})
+    number = f"handing over takes {100 * busy['share']:.2g} % of a busy batch's decoding"
+    parts = {"summary": _summary(rows, len(batches), busy), "rows": columns(rows, ROWS)}
+    return Report("per-sequence cache extraction", number, parts)
 
 
-def _summary(rows: list[Json], n_batches: int, most: Json, busy: Json) -> str:
+def _summary(rows: list[Json], n_batches: int, busy: Json) -> str:
     equal, continued = (sum(row[key] for row in rows) for key in ("as_alone", "as_uncached"))
     return "\n".join((
         f"{len(rows)} sequences in {n_batches} batches: {equal} gave exactly the tokens they give alone, "
         f"{sum(r['rows_going_on'] > 0 for r in rows)} were handed over and saved while others continued, "
         f"{sum(r['continued_ok'] for r in rows)} were complete in the reopened store, and {continued} continued "
         "exactly like an uncached run.",
-        say(most, "Handing over the whole cache of about {tokens} tokens ({mb[median]:.0f} MB) took "
-            "{copy_ms[median]:.1f} ms, {share_of_step[median]:.1%} of the decode step before it (medians of "
-            "{copy_ms[n]}); saving it durably took {save_ms[median]:.0f} ms (median of {save_ms[n]})."),
         say(busy | {"each": busy["tokens"] // busy["turns"], "decode_s": busy["decode_ms"] / 1000},
             "In a batch of {in_the_batch} that was kept full, {turns} turns of agents with {history} tokens, {each} "
             "tokens each: handing over took {copy_ms:.0f} ms beside {decode_s:.3g} s of decoding, {share:.2%} of it."),
@@ -305,24 +239,5 @@ ROWS = {
     "save, ms": "{saved_ms}", "equals solo run": "{as_alone}",
     "cached after reopening": "{continued_cached} of {continued_prompt}", "continued equals uncached": "{as_uncached}",
 }  # fmt: skip
-COSTS = {
-    "prompt tokens": "{tokens}", "handed over": "{kind}", "MB": "{mb[median]:.1f}", "copy, ms": "{copy_ms:.3g}",
-    "step before, ms": "{quiet_step_ms:.3g}", "copy / step": "{share_of_step:.1%}", "wait, ms": "{wait_ms:.3g}",
-    "save, ms": "{save_ms:.3g}",
-}  # fmt: skip
-
-
-def plot(content: Json, results: Path) -> None:
-    batch, costs = list(content["batches"].values())[-1], content["costs"]
-    with figure(content, results, "steps", (11, 4), panels=(1, 2)) as (left, right):
-        for place, row in enumerate(sorted(batch, key=lambda r: (r["first_step"], r["end_step"]))):
-            left.barh(place, row["end_step"] - row["first_step"] + 1, left=row["first_step"] - 0.5)
-            left.text(row["end_step"] + 0.7, place, row["name"], va="center", fontsize=8)
-        left.set(xlabel="engine step", yticks=[], title="one token a step; the cache leaves at the right end")
-        left.set_xlim(0, 1.45 * max(row["end_step"] for row in batch))
-        lines(right, [cost["tokens"] for cost in costs], {"": [cost["share_of_step"] for cost in costs]})
-        right.set(xlabel="prompt tokens", ylabel="hand-over by a decode step", ylim=(0, None))
-
-
 if __name__ == "__main__":
     main(__doc__ or "", "004", run, render)

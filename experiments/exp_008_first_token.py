@@ -1,29 +1,25 @@
 """EXP-008, the first token: how soon does it come without a cache, from disk and from RAM?
 
-Each prompt is asked without a cache, and then again and again by ways that take turns: from the store's files, from
-files that are not in memory, from the worker's RAM cache, and from one file of mlx-lm's own `save_prompt_cache`. Beside
-them: one bare pass of the model, and one copy of the bytes. Run: ``python experiments/exp_008_first_token.py``.
+Each prompt is asked without a cache, and then again and again by ways that take turns: from the store's files, from the
+worker's RAM cache, and from one file of mlx-lm's own `save_prompt_cache`; beside them, one bare pass of the model. Run:
+``python experiments/exp_008_first_token.py``.
 """
 
 import random
-import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 from bench import Bench, main
-from common import Json, drop_from_memory, in_turn, note, ratios, spread, timed
+from common import Json, in_turn, note, ratios, spread
 from prompts import text_of
-from report import Report, columns, figure, lines, say, yes
+from report import Report, columns, say, yes
 from timed_turns import COLD, DISK, RAM, Turns
 
-DROPPED: Final = "disk, dropped"
-MLX_COLD, MLX_FILE, MLX_DROPPED = "mlx-lm, no cache", "mlx-lm, file", "mlx-lm, file dropped"
+MLX_COLD, MLX_FILE = "mlx-lm, no cache", "mlx-lm, file"
 PASS: Final = "one pass"
 MOST_DISK = 1.15
 
@@ -103,7 +99,6 @@ class Length:
         self._turns, self._mlx_lm = turns, mlx_lm
         self._n_bytes = (len(self.ids) - 1) * bench.model.spec.bytes_per_token
         self.seconds: dict[str, list[float]] = {}
-        self.read_mb: dict[str, list[float]] = {DROPPED: [], MLX_DROPPED: []}
         self.tokens: set[int] = set()
 
     def ask_cold(self, rounds: int) -> None:
@@ -121,11 +116,7 @@ class Length:
         ways: dict[str, Callable[[], First]] = {
             DISK: lambda: self._of_turn(DISK),
             RAM: lambda: self._of_turn(RAM),
-            DROPPED: lambda: self._after_drop(DROPPED, self._turns.folder, lambda: self._of_turn(DISK)),
             MLX_FILE: lambda: self._mlx_lm.warm(self.text, self.name),
-            MLX_DROPPED: lambda: self._after_drop(
-                MLX_DROPPED, self._mlx_lm.folder, lambda: self._mlx_lm.warm(self.text, self.name)
-            ),
             PASS: self._mlx_lm.one_pass(self.ids, self.name),
         }
         order, dice = list(ways), random.Random(self.name)
@@ -139,8 +130,7 @@ class Length:
         cold = {name: statistics.median(self.seconds[name]) for name in (COLD, MLX_COLD)}
         speedups = {
             name: spread([cold[of] / s for s in self.seconds[name]], digits=1)
-            for of, names in ((COLD, (DISK, DROPPED, RAM)), (MLX_COLD, (MLX_FILE, MLX_DROPPED)))
-            for name in names
+            for of, name in ((COLD, DISK), (COLD, RAM), (MLX_COLD, MLX_FILE))
         }
         return {
             "tokens": len(self.ids),
@@ -150,8 +140,6 @@ class Length:
             },
             "speedup": speedups,
             "disk_over_ram": ratios(self.seconds[DISK], self.seconds[RAM]),
-            "copy_ms": spread(copies_ms(self._n_bytes, 5), digits=1),
-            "read_from_disk_mb": {name: spread(found, digits=1) for name, found in self.read_mb.items()},
             "same_token": len(self.tokens) == 1,
         }
 
@@ -159,23 +147,9 @@ class Length:
         turn = self._turns.run(source, self._fields, n_tokens=1)
         return turn.token_s[0], turn.completion.generated_ids[0]
 
-    def _after_drop(self, name: str, folder: Path, call: Callable[[], First]) -> First:
-        drop_from_memory(folder)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_inblock
-        first = call()
-        blocks = resource.getrusage(resource.RUSAGE_SELF).ru_inblock - before
-        self.read_mb[name].append(512 * blocks / 1e6)  # on Linux; elsewhere a block may be anything
-        return first
-
     def _note(self, name: str, first: First) -> None:
         self.seconds.setdefault(name, []).append(first[0])
         self.tokens.add(first[1])
-
-
-def copies_ms(n_bytes: int, repeats: int) -> list[float]:
-    """Copies of so many bytes into memory that is in use already."""
-    source, target = np.ones(n_bytes, np.uint8), np.ones(n_bytes, np.uint8)
-    return [timed(partial(np.copyto, target, source)) for _ in range(repeats)]
 
 
 def measured(bench: Bench, folder: Path, lengths: Mapping[int, int], warm_rounds: int) -> Iterator[Json]:
@@ -195,7 +169,7 @@ def measured(bench: Bench, folder: Path, lengths: Mapping[int, int], warm_rounds
 
 
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
-    lengths = {64: 1, 256: 1} if quick else {256: 3, 512: 3, 1024: 3, 2048: 2, 4096: 2}
+    lengths = {64: 1, 256: 1} if quick else {256: 3, 512: 3, 1024: 3, 2048: 2}
     rows = list(measured(bench, folder, lengths, 2 if quick else 9))
     verdict = {
         "a_larger_gain_than_mlx_lms_file_at_every_length": all(
@@ -222,13 +196,11 @@ def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
                "unit": "ms", "equal": found["same_token"]}  # fmt: skip
 
 
-_NAMES = {COLD: "without cache", DISK: "disk", DROPPED: "disk, files not in memory", RAM: "RAM",
-          MLX_COLD: "mlx-lm without cache", MLX_FILE: "mlx-lm's file", MLX_DROPPED: "mlx-lm's file, not in memory",
-          PASS: "one pass"}  # fmt: skip
+_NAMES = {COLD: "without cache", DISK: "disk", RAM: "RAM", MLX_COLD: "mlx-lm without cache",
+          MLX_FILE: "mlx-lm's file", PASS: "one pass"}  # fmt: skip
 
 
 def render(content: Json, results: Path) -> Report:
-    plot(content, results)
     rows = content["lengths"]
     number = say(rows[-1], "at {tokens:,} tokens {speedup[disk][median]} times as fast; mlx-lm's own file "
                  "{speedup[mlx-lm, file][median]}")  # fmt: skip
@@ -236,7 +208,7 @@ def render(content: Json, results: Path) -> Report:
                 for row in rows]  # fmt: skip
     return Report("the first token from disk and from RAM", number, {
         "summary": _summary(rows), "first tokens": columns(rows, FIRST_TOKENS),
-        "speed-ups": columns(speedups, SPEEDUPS), "disk and ram": columns(rows, DISK_AND_RAM),
+        "speed-ups": columns(speedups, SPEEDUPS),
     })  # fmt: skip
 
 
@@ -263,30 +235,9 @@ FIRST_TOKENS = {
 }  # fmt: skip
 SPEEDUPS = {
     "tokens": "{tokens}",
-    **{_NAMES[name]: f"{{speedup[{name}]}}" for name in (DISK, DROPPED, RAM, MLX_FILE, MLX_DROPPED)},
-    "disk above mlx-lm's file": "{above}",
-}
-DISK_AND_RAM = {
-    "tokens": "{tokens}", "disk / RAM": "{disk_over_ram}", "one copy of the bytes, ms": "{copy_ms}",
-    "MB read from the disk after dropping: stoker": "{read_from_disk_mb[disk, dropped][median]}",
-    "mlx-lm": "{read_from_disk_mb[mlx-lm, file dropped][median]}",
+    **{_NAMES[name]: f"{{speedup[{name}]}}" for name in (DISK, RAM, MLX_FILE)},
+    "disk above mlx-lm's file": "{above}", "disk / RAM": "{disk_over_ram}",
 }  # fmt: skip
-
-
-def plot(content: Json, results: Path) -> None:
-    rows = content["lengths"]
-    tokens = [row["tokens"] for row in rows]
-    with figure(content, results, "first_token", (11, 4), panels=(1, 2)) as (left, right):
-        shown = (COLD, MLX_COLD, MLX_FILE, DISK, RAM, PASS)
-        lines(left, tokens, {_NAMES[name]: [row["first_token_ms"][name] for row in rows] for name in shown})
-        shown = (DISK, RAM, MLX_FILE)
-        lines(right, tokens, {_NAMES[name]: [row["speedup"][name]["median"] for row in rows] for name in shown})
-        left.set_ylabel("ms to the first token")
-        right.set_ylabel("times as fast as its own cold start")
-        for axes in (left, right):
-            axes.set(xscale="log", yscale="log", xlabel="prompt tokens")
-            axes.set_xticks(tokens, [str(n) for n in tokens], minor=False)
-            axes.minorticks_off()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """EXP-011, arrival order: what do padding and the order of arrival cost, in mlx-lm's rectangle and in rows?
 
 The same sequences, long and short, come in three orders; then sequences that come and go one by one, beside as many
-that come and go together. Both go through the product's two generators, which take turns, and whose passes and copies
-are counted. Run: ``python experiments/exp_011_arrival_order.py``.
+that come and go together. Both go through the product's two generators, which take turns, and whose passes are
+counted. Run: ``python experiments/exp_011_arrival_order.py``.
 """
 
 import random
@@ -32,15 +32,12 @@ class Counts:
     Attributes:
         fed: tokens in prefill passes, padding included.
         attended: keys that the sequences of all decode passes attend to, padding included.
-        copied_bytes: keys and values that are written again when a sequence joins, another leaves, or arrays grow. The
-            caches of ended sequences are not among them: nobody saves them here.
     """
 
     prefill_passes: int = 0
     decode_passes: int = 0
     fed: int = 0
     attended: int = 0
-    copied_bytes: int = 0
     _is_prefill = False
 
     def model(self, model: Any) -> Any:
@@ -59,38 +56,12 @@ class Counts:
     def during(self) -> Iterator[None]:
         """Count what runs inside the block."""
         from mlx_lm.generate import PromptProcessingBatch
-        from mlx_lm.models.cache import BatchKVCache
 
-        from stoker_worker.engine.rows.groups import RowGroup
         from stoker_worker.engine.rows.rows_generator import PrefillRows
 
-        def of_batch(cache: Any) -> list[Any]:
-            return [cache.keys, cache.values]
-
-        def of_group(group: Any) -> list[Any]:
-            return [*group._keys, *group._values]
-
-        def joining(group: Any, placings: Sequence[Any]) -> int:
-            return sum(int(caches[0].offset) for _, caches in placings)
-
-        def moving(group: Any, row: Any) -> int:
-            return 0 if row is group.rows[-1] else int(group.lengths[-1])
-
-        merge = BatchKVCache.merge
         with ExitStack() as stack:
-
-            def put(owner: Any, name: str, call: Any) -> None:
-                stack.enter_context(patch.object(owner, name, call))
-
             for owner, name in ((PromptProcessingBatch, "prompt"), (PrefillRows, "next")):
-                put(owner, name, self._prefilling(getattr(owner, name)))
-            for name in ("extend", "filter", "finalize", "update_and_fetch"):
-                put(BatchKVCache, name, self._renewing(getattr(BatchKVCache, name), of_batch))
-            put(BatchKVCache, "merge", lambda caches: self._counted(merge(caches), of_batch))
-            for name in ("_rebuild", "_grow"):
-                put(RowGroup, name, self._renewing(getattr(RowGroup, name), of_group))
-            for name, n_tokens in (("add", joining), ("remove", moving)):
-                put(RowGroup, name, self._writing(getattr(RowGroup, name), n_tokens, of_group))
+                stack.enter_context(patch.object(owner, name, self._prefilling(getattr(owner, name))))
             yield
 
     def _prefilling(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,34 +73,6 @@ class Counts:
                 self._is_prefill = False
 
         return called
-
-    def _renewing(self, call: Callable[..., Any], arrays: Callable[[Any], list[Any]]) -> Callable[..., Any]:
-        """`call`, with the bytes of the arrays that it puts in the place of others."""
-
-        def called(owner: Any, *args: Any) -> Any:
-            before = arrays(owner)
-            out = call(owner, *args)
-            pairs = zip(before, arrays(owner), strict=True)
-            self.copied_bytes += sum(new.nbytes for old, new in pairs if old is not None and new is not old)
-            return out
-
-        return called
-
-    def _writing(
-        self, call: Callable[..., Any], n_tokens: Callable[..., int], arrays: Callable[[Any], list[Any]]
-    ) -> Callable[..., Any]:
-        """`call`, with the bytes of the tokens that it writes into arrays that stay."""
-
-        def called(owner: Any, *args: Any) -> Any:
-            n = n_tokens(owner, *args)
-            self.copied_bytes += n * sum(x.nbytes // (x.shape[0] * x.shape[2]) for x in arrays(owner))
-            return call(owner, *args)
-
-        return called
-
-    def _counted(self, made: Any, arrays: Callable[[Any], list[Any]]) -> Any:
-        self.copied_bytes += sum(array.nbytes for array in arrays(made) if array is not None)
-        return made
 
 
 class _CountedModel:
@@ -184,7 +127,7 @@ class Sizes:
     rounds: int
 
 
-FULL = Sizes(8, ((1200, 2), (400, 4)), 14, (20, 80), (8, 24), 16, 3, 108, 3)
+FULL = Sizes(4, ((1200, 1), (400, 3)), 8, (20, 80), (8, 24), 8, 2, 64, 3)
 QUICK = Sizes(3, ((300, 1),), 4, (10, 30), (2, 4), 3, 2, 8, 1)
 
 
@@ -272,13 +215,10 @@ def shown(load: Load, measured: Measured) -> Json:
     fed = sum(len(job.prompt) - 1 for job in load.jobs)
     passes = sum(job.max_tokens + 1 for job in load.jobs)  # the prompt's last token, and every token of the answer
     attended = sum(job.n_tokens - n for job in load.jobs for n in range(job.max_tokens + 1))
-    held = [statistics.mean(n_bytes for _, n_bytes in run.memory) for run in runs]
     return {
         "s": spread([run.seconds for run in runs]),
         "tokens_per_s": spread([generated / run.seconds for run in runs], digits=1),
-        "held_mb": round(statistics.median(held) / 1e6),
         "peak_mb": round(statistics.median(run.peak for run in runs) / 1e6),
-        "copied_mb": round(counts.copied_bytes / 1e6),
         "prefill_passes": counts.prefill_passes,
         "decode_passes": counts.decode_passes,
         "places_occupied": round(passes / (counts.decode_passes * load.places), 3),
@@ -347,8 +287,7 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
 
 SPEEDS = {
     "order": "{order}", "mode": "{mode}", "s": "{s}", "tokens/s": "{tokens_per_s}",
-    "held after a step, MB": "{held_mb}", "peak, MB": "{peak_mb}", "copied, MB": "{copied_mb}",
-    "rows / rectangle, in speed": "{to_rectangle}",
+    "peak, MB": "{peak_mb}", "rows / rectangle, in speed": "{to_rectangle}",
 }  # fmt: skip
 COUNTS = {
     "order": "{order}", "mode": "{mode}", "decode passes": "{decode_passes}",
@@ -391,8 +330,7 @@ def _summary(content: Json) -> str:
         f"{span(worst['rectangle']['to_base']['rectangle'])} of the speed of the sorted one, in rows "
         f"({worst['rows']['key']}) {span(worst['rows']['to_base']['rows'])}.",
         say(most, "Up to {rectangle[attention_padded]:.0%} of what the rectangle's decode passes attend to is padding "
-            "({key}); in rows {rows[attention_padded]:.1%}. In that order it copies {rectangle[copied_mb]} MB, rows "
-            "{rows[copied_mb]} MB."),
+            "({key}); in rows {rows[attention_padded]:.1%}."),
         say(churn, "Sequences that come and go one by one have {to_base[rows]} of the speed of as many that come and "
             "go together, in rows (asked: 0.95), and {to_base[rectangle]} in the rectangle."),
         f"{'Every' if same else 'NOT every'} sequence has the same tokens in all runs.",

@@ -1,19 +1,18 @@
 """EXP-012, stored precision: how much disk do q8 and q4 blocks save, and what do they cost in time and quality?
 
 Long prompts go through the engine once; each turn is saved into three stores, of ``--store-dtype`` native, q8 and q4.
-Restoring is timed in turn. From each restored cache a fixed continuation is scored and the engine generates a greedy
-one; both are compared with the cache that was never on disk. Run: ``python experiments/exp_012_store_dtype.py``.
+From each restored cache a fixed continuation is scored and the engine generates a greedy one; both are compared with
+the cache that was never on disk. Run: ``python experiments/exp_012_store_dtype.py``.
 """
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench import Bench, Prepared, main
-from common import Json, difference, in_turn, note, ratios, spread
+from common import Json, difference, note
 from prompts import text_of
 from quality import Plan, change_of, log_likelihoods, mean_ratio
 from report import Report, columns, percent, say
@@ -28,8 +27,8 @@ Q8_PERPLEXITY, Q4_PERPLEXITY = 0.01, 0.1
 """How much perplexity may change, either way; set before anything was measured."""
 
 
-FULL = Plan(("English", "Python", "German", "JSON"), 1600, 320, 12, 560, 32, 9)
-QUICK = Plan(("English",), 280, 12, 2, 262, 4, 2)
+FULL = Plan(("English", "Python", "German", "JSON"), 800, 160, 8, 270, 24)
+QUICK = Plan(("English",), 280, 12, 2, 262, 4)
 
 
 @dataclass
@@ -82,33 +81,6 @@ def disk_bytes(modes: Sequence[Mode], agents: int, tokens: int) -> Json:
         for key in ("block_bytes_per_token", "all_bytes_per_token"):
             row[f"{key}_ratio"] = round(row[key] / native[key], 4)
     return {"agents": agents, "tokens": tokens, "modes": found}
-
-
-def restore_times(modes: Sequence[Mode], agent: str, text: str, rounds: int) -> Json:
-    """`store.restore` alone, and until evaluated caches are there; the modes take turns."""
-    from stoker_worker.engine.transfer import prefix_to_caches
-
-    note("restore times")
-    ids = modes[0].bench.encode(text)
-    samples: dict[str, dict[str, list[float]]] = {mode.name: {"store_ms": [], "caches_ms": []} for mode in modes}
-    for number, mode in in_turn(modes, rounds, warm_up=1):
-        version = mode.store.open_agent(agent)
-        begin = time.perf_counter()
-        restored = mode.store.restore(ids, agent=version, model=mode.bench.model, salt=None)
-        read = time.perf_counter()
-        assert restored.prefix is not None
-        caches = prefix_to_caches(mode.bench.network, restored.prefix, mode.bench.model.spec)
-        end = time.perf_counter()
-        if number >= 0:
-            samples[mode.name]["store_ms"].append(1000 * (read - begin))
-            samples[mode.name]["caches_ms"].append(1000 * (end - begin))
-        del caches, restored
-    rows = {
-        name: {key: spread(values, digits=1) for key, values in taken.items()}
-        | {f"{key}_ratio": ratios(values, samples["native"][key], digits=2) for key, values in taken.items()}
-        for name, taken in samples.items()
-    }
-    return {"tokens": len(ids) - 1, "modes": rows}
 
 
 def quality(modes: Sequence[Mode], agent: str, text: str, cache: Any, continuation: int) -> Json:
@@ -171,8 +143,6 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     caches = save_everywhere(modes, long)
     scored = [quality(modes, kind, text, caches[kind], plan.continuation) for kind, text in long.items()]
     del caches
-    first = plan.scored[0]
-    times = restore_times(modes, first, long[first], plan.rounds)
     save_everywhere(modes, short)
     tokens = sum(len(bench.encode(text)) + 1 for text in (*long.values(), *short.values()))
     sizes = disk_bytes(modes, len(long) + len(short), tokens)
@@ -188,12 +158,11 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
         "q4_changes_perplexity_by_under_10_percent": abs(perplexity["q4"] - 1) < Q4_PERPLEXITY,
         "stores_verify_clean": not problems,
     }
-    return {"verdict": verdict, "sizes": sizes, "times": times, "quality": scored,
-            "perplexity_ratios": perplexity, "greedy": answers}  # fmt: skip
+    return {"verdict": verdict, "sizes": sizes, "quality": scored, "perplexity_ratios": perplexity, "greedy": answers}
 
 
 def render(content: Json, results: Path) -> Report:
-    sizes, times, answers = content["sizes"], content["times"], content["greedy"]
+    sizes, answers = content["sizes"], content["greedy"]
     share, ratios = sizes["modes"]["q8"]["block_bytes_per_token_ratio"], content["perplexity_ratios"]
     quality = [{**text, **found, "change": percent(found["perplexity_ratio"], 3)}
                for text in content["quality"] for found in _named(text["modes"])]  # fmt: skip
@@ -203,7 +172,6 @@ def render(content: Json, results: Path) -> Report:
     return Report("stored precision", number, {
         "summary": "\n".join(_summary(content, mode) for mode in MODES[1:]),
         "sizes": say(sizes, "{agents} agents, {tokens} tokens.\n\n") + columns(_named(sizes["modes"]), SIZES),
-        "times": say(times, "{tokens} tokens, files in the page cache.\n\n") + columns(_named(times["modes"]), TIMES),
         "quality": f"{columns(quality, QUALITY)}\n\nGeometric mean over the texts: {means}.",
         "greedy": columns(greedy, {
             "store": "{store}", f"the same, of {answers['continuations']}": "{identical}",
@@ -214,14 +182,13 @@ def render(content: Json, results: Path) -> Report:
 
 
 def _summary(content: Json, mode: str) -> str:
-    size, taken = content["sizes"]["modes"][mode], content["times"]["modes"][mode]
+    size = content["sizes"]["modes"][mode]
     most = max(row["modes"][mode]["most_change"] for row in content["quality"])
     return (
-        f"{mode}: {100 * size['all_bytes_per_token_ratio']:.1f} % of native's bytes on disk; restoring takes "
-        f"{taken['caches_ms_ratio']['median']} times as long; perplexity "
+        f"{mode}: {100 * size['all_bytes_per_token_ratio']:.1f} % of native's bytes on disk; perplexity "
         f"{percent(content['perplexity_ratios'][mode])}, a token's log-likelihood by up to {most:.2f}; "
-        f"{content['greedy']['modes'][mode]['identical']} of "
-        f"{content['greedy']['continuations']} greedy continuations are the same."
+        f"{content['greedy']['modes'][mode]['identical']} of {content['greedy']['continuations']} greedy continuations "
+        "are the same."
     )
 
 
@@ -229,10 +196,6 @@ SIZES = {
     "store": "{store}", "bytes per token, block files": "{block_bytes_per_token}",
     "of native": "{block_bytes_per_token_ratio}", "bytes per token, everything": "{all_bytes_per_token}",
     "everything, of native": "{all_bytes_per_token_ratio}",
-}  # fmt: skip
-TIMES = {
-    "store": "{store}", "restore, ms": "{store_ms:.3g}", "of native": "{store_ms_ratio:.3g}",
-    "restore and MLX, ms": "{caches_ms:.3g}", "both, of native": "{caches_ms_ratio:.3g}", "n": "{caches_ms[n]}",
 }  # fmt: skip
 QUALITY = {
     "text": "{agent}", "restored": "{restored_tokens}", "scored": "{scored_tokens}",

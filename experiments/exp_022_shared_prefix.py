@@ -22,7 +22,7 @@ from works import work
 from stoker_worker.ports import GenerationWork, SequenceCache
 
 OWN_TOKENS = (16, 64)
-GENERATED = 16
+GENERATED = 12
 LEAST_SPEED, MOST_MEMORY = 0.97, 0.5
 
 
@@ -117,7 +117,7 @@ def measured(bench: Bench, works: list[GenerationWork], n_tokens: int, rounds: i
 
 
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
-    sizes, widths, rounds = ((256,), (3,), 1) if quick else ((256, 1024, 2048), (4, 16), 3)
+    sizes, widths, rounds = ((256,), (3,), 1) if quick else ((256, 1024), (4, 16), 4)
     found = []
     for n_tokens in sizes:
         system = bench.encode(text_of(bench.encode, "English", n_tokens, seed=22))[:n_tokens]

@@ -57,14 +57,14 @@ def s3_server(folder: Path) -> Iterator[int]:
         yield port
 
 
-def run_jobs(url: str, folder: Path, n_workers: int, n_jobs: int, proxy: SlowProxy | None) -> Json:
+def run_jobs(url: str, folder: Path, n_workers: int, n_jobs: int, proxy: SlowProxy) -> Json:
     """All workers begin at once with jobs of many agents; the rate, and for each job the Redis commands and the
-    requests to the shared store. `proxy`: the way to the shared store; without one, there is none."""
+    requests to the shared store, to which `proxy` is the way."""
     note(f"{n_jobs} jobs, {n_workers} workers")
     options = ["--engine", "scripted", "--scripted-steps-per-s", str(STEPS_PER_S), "--max-batch", str(MAX_BATCH)]
-    options += [] if proxy is None else ["--shared-store", f"s3://agents/{time.monotonic_ns()}"]
+    options += ["--shared-store", f"s3://agents/{time.monotonic_ns()}"]
     keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "eu-central-1"}
-    where = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port if proxy else 0}"}
+    where = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}"}
     cpu_s, begin = _cpu_s(), time.perf_counter()
     with Redis.from_url(url) as connection, Producer(connection) as producer, ExitStack() as workers:
         workers.enter_context(patch.dict(os.environ, keys | where))
@@ -76,14 +76,14 @@ def run_jobs(url: str, folder: Path, n_workers: int, n_jobs: int, proxy: SlowPro
         request = {"prompt": PROMPT, "max_tokens": 100}
         tickets = producer.submit_many([{"agent_id": f"agent {n % (n_jobs // 4)}", **request} for n in range(n_jobs)])
         connection.config_resetstat()
-        before = sum(proxy.requests.values()) if proxy else 0
+        before = sum(proxy.requests.values())
         connection.delete("rq:suspended")
         while connection.zcard("rq:finished:generate") < n_jobs:
             time.sleep(0.1)
         calls = {
             name.removeprefix("cmdstat_"): found["calls"] for name, found in connection.info("commandstats").items()
         }
-        requests = sum(proxy.requests.values()) - before if proxy else 0
+        requests = sum(proxy.requests.values()) - before
         rate = jobs_per_s(connection, [ticket.job_id for ticket in tickets])
     return {
         "per_s": rate,
@@ -144,7 +144,7 @@ def compared(delay_ms: int, found: dict[str, list[Json]], per_worker: int) -> Js
 
 
 def run(url: str, folder: Path, *, quick: bool) -> Json:
-    per_worker, rounds, waiting = (40, 1, 5000) if quick else (240, 1, 100_000)
+    per_worker, rounds, waiting = (40, 1, 5000) if quick else (112, 1, 100_000)
     with ExitStack() as servers:
         port = servers.enter_context(s3_server(folder))
         proxies = {ms: servers.enter_context(SlowProxy(port, ms / 1000)) for ms in DELAYS_MS}
@@ -153,11 +153,9 @@ def run(url: str, folder: Path, *, quick: bool) -> Json:
             for ms in DELAYS_MS
             for n in (1, N_WORKERS)
         }
-        turns["alone"] = partial(run_jobs, url, folder, 1, per_worker, None)
         found = take_turns(turns, rounds)
         aside = elsewhere(url, waiting)
     rows = [compared(ms, {str(n): found[f"{n} {ms}"] for n in (1, N_WORKERS)}, per_worker) for ms in DELAYS_MS]
-    alone = {kind: spread([run[kind] for run in found["alone"]], digits=2) for kind in found["alone"][0]}
     verdict = {
         **{f"four_workers_do_3_6_times_the_jobs_of_one_with_{row['about'].replace(' ', '_')}":
            row["speed"]["median"] >= 3.6 for row in rows},
@@ -165,31 +163,28 @@ def run(url: str, folder: Path, *, quick: bool) -> Json:
         "other_workers_jobs_cost_under_a_tenth_of_a_processor": aside["busy_share"] < 0.1,
         "a_job_behind_them_is_found_at_once": aside["late_is_found"],
     }  # fmt: skip
-    return {"verdict": verdict, "jobs": rows, "alone": alone, "before": BEFORE, "elsewhere": aside}
+    return {"verdict": verdict, "jobs": rows, "before": BEFORE, "elsewhere": aside}
 
 
 def render(content: Json, results: Path) -> Report:
     jobs, elsewhere = content["jobs"], content["elsewhere"]
-    known = {**jobs[-1], **elsewhere, "before": content["before"], "alone": content["alone"]["commands"]["median"]}
+    known = {**jobs[-1], **elsewhere, "before": content["before"]}
     aside = {name: round(value, 3) if isinstance(value, float) else value for name, value in elsewhere.items()}
     return Report("several workers on one queue", say(known, NUMBER), {
-        "summary": say(known, SUMMARY), "jobs": columns(jobs, JOBS), "alone": columns([content["alone"]], ALONE),
-        "elsewhere": columns([aside], ELSEWHERE),
+        "summary": say(known, SUMMARY), "jobs": columns(jobs, JOBS), "elsewhere": columns([aside], ELSEWHERE),
     })  # fmt: skip
 
 
 NUMBER = "{speed[median]} times one worker's jobs (asked: 3.6); {four_commands[median]:g} commands a job"
 SUMMARY = (
     "With a shared store that takes {about}, four workers do {speed[median]} times the jobs of one. A job takes "
-    "{four_commands[median]:g} Redis commands with four workers ({before:g} while agents had homes), and {alone:g} "
-    "with one that has no shared store. {waiting} jobs that are left to another worker take {busy_share:.3f} of a "
-    "processor."
+    "{four_commands[median]:g} Redis commands with four workers ({before:g} while agents had homes). {waiting} jobs "
+    "that are left to another worker take {busy_share:.3f} of a processor."
 )
 JOBS = {"shared store": "{about}", "jobs per worker": "{jobs_per_worker}", "one, jobs/s": "{one_per_s}",
         "four, jobs/s": "{four_per_s}", "ratio": "{speed}", "rounds": "{speed[n]}",
         "commands a job: one": "{one_commands}", "four": "{four_commands}",
         "its requests a job": "{four_requests[median]}", "processors of four": "{four_processors[median]}"}  # fmt: skip
-ALONE = {"one worker without a shared store, jobs/s": "{per_s}", "commands a job": "{commands}"}
 ELSEWHERE = {"jobs": "{waiting}", "first reading s": "{first_s}", "longest look ms": "{worst_ms}",
              "share of a processor": "{busy_share}", "a job behind them ms": "{late_ms}",
              "bytes in Redis an agent": "{bytes_each}"}  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from command import main
 from common import Json
-from report import Report, figure, lines, say
+from report import Report, say
 
 SUMMARY = (
     "{last[workers]:,} workers and {last[agents]:,} agents, with {last[deaths_per_min]:g} deaths a minute: "
@@ -29,11 +29,6 @@ def run(folder: Path, *, quick: bool) -> Json:
 
 
 def render(content: Json, results: Path) -> Report:
-    queue = content["one_server"]["one_queue"]
-    with figure(content, results, "scale_out", (6, 4), title="one server for one queue") as axes:
-        lines(axes, [one["workers"] for one in queue], {"": [one["share"] for one in queue]})
-        axes.axhline(0.7, ls="--", lw=0.8)
-        axes.set(xscale="log", yscale="log", xlabel="workers of one queue", ylabel="cores of the server (computed)")
     known = {**content["one_server"], "last": content["fleets"][-1]}
     return Report("scale out", say(known, NUMBER), {"summary": say(known, SUMMARY)})
 

@@ -27,7 +27,6 @@ class Plan:
     Attributes:
         scored: texts whose first `long` tokens are prefilled, and whose next `continuation` ones are scored.
         greedy: answers of `answer` tokens to prompts of `short` tokens and more.
-        rounds: of whatever is timed.
     """
 
     scored: tuple[str, ...]
@@ -36,7 +35,6 @@ class Plan:
     greedy: int
     short: int
     answer: int
-    rounds: int
 
     def greedy_texts(self, encode: Callable[[str], list[int]]) -> dict[str, str]:
         """The prompts by name."""
