@@ -95,17 +95,6 @@ def rss_mib(pid: int) -> float:
     return int(seen.stdout) / 1024
 
 
-def drop_from_memory(folder: Path) -> None:
-    """Ask the system to drop the pages of the cache files in a folder. On macOS, which has no such call, nothing
-    happens. Other files stay: to close a database's file here would end SQLite's locks on it."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-    for path in folder.rglob("*.safetensors"):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
-
-
 # --- measuring ---
 
 

@@ -1,9 +1,8 @@
 """EXP-002, allocation: what does the block pool cost, does its size matter, and does anything leak?
 
-It measures the pool alone (1,000 times: a sequence's blocks are taken, grown by one and freed), then the scheduler
-around it (a sequence is admitted beside 15 others and removed; the bookkeeping of a step of 16), each on pools of 100
-and of 10,000 blocks in turn. Then 1,000 jobs of random length go through the engine with a tiny model. Run:
-``python experiments/exp_002_*.py``.
+It measures the scheduler around the pool (a sequence is admitted beside 15 others and removed; a step's bookkeeping of
+16), 1,000 times each, on pools of 100 and of 10,000 blocks in turn. Then 1,000 jobs of random length go through the
+engine with a tiny model. Run: ``python experiments/exp_002_*.py``.
 """
 
 import random
@@ -29,21 +28,6 @@ CYCLES, ROUNDS = 1000, 5
 ROWS = 16
 SPEC = ModelCacheSpec((LayerSpec(LayerKind.FULL, 8, 128, 128),) * 32, "bfloat16")
 """Of the size of Llama 3.1 8B's; nothing here depends on it but the numbers that are added."""
-
-
-def pool_cycle(total: int) -> Callable[[int], None]:
-    """A pool nine tenths full with sequences of three blocks; a cycle takes two blocks and one more, and frees them."""
-    pool = BlockPool(total)
-    for uid in range(total * 9 // 10 // 3):
-        assert pool.resize(uid, 3)
-
-    def cycle(number: int) -> None:
-        uid = total + number
-        assert pool.resize(uid, 2)
-        assert pool.resize(uid, 3)
-        pool.release(uid)
-
-    return cycle
 
 
 def scheduler_with(total: int, rows: int) -> tuple[Any, Any]:
@@ -150,7 +134,7 @@ def leaks(jobs: int) -> Json:
 
 def run(folder: Path, *, quick: bool) -> Json:
     kinds = {}
-    for name, make in (("pool", pool_cycle), ("join", join_cycle), ("step", step_cycle)):
+    for name, make in (("join", join_cycle), ("step", step_cycle)):
         note(name)
         kinds[name] = one_kind(make, 1 if quick else ROUNDS)
     leak = leaks(40 if quick else 1000)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bench import Bench, main
-from common import Json, difference, drop_from_memory, in_turn, note, spread
+from common import Json, difference, in_turn, note, spread
 from prompts import DELTAS, other_prompts, seed_prompts, text_of
 from report import Report, columns, say
 from works import finished
@@ -74,7 +74,7 @@ def exactness(bench: Bench, folder: Path, prompts: dict[str, str], max_tokens: i
 
 
 def loading_times(bench: Bench, folder: Path, lengths: Sequence[int], rounds: int) -> list[Json]:
-    """Time to the first token of one prompt: cold, from the store, and from the store with its files not in memory."""
+    """Time to the first token of one prompt: without a cache, and from the store."""
     from stoker_worker.engine.transfer import prefix_to_caches
 
     store, engine, rows = AgentCacheStore(folder), bench.engine(), []
@@ -84,16 +84,13 @@ def loading_times(bench: Bench, folder: Path, lengths: Sequence[int], rounds: in
         bench.serve(store, [fields])
         samples: dict[str, list[float]] = {}
         tokens = set()
-        for _, how in in_turn(("cold", "warm", "evicted"), rounds):
-            if how == "evicted":
-                drop_from_memory(folder)
+        for _, how in in_turn(("cold", "warm"), rounds):
             start = time.perf_counter()
             turn = bench.prepare(store, {**fields, "cache": "off" if how == "cold" else "read"})
             restored = time.perf_counter()
             if turn.work.prefix is not None:
                 prefix_to_caches(bench.network, turn.work.prefix, bench.model.spec)
-                key = "loading_ms" if how == "warm" else "loading_evicted_ms"
-                samples.setdefault(key, []).append(1000 * (time.perf_counter() - start))
+                samples.setdefault("loading_ms", []).append(1000 * (time.perf_counter() - start))
             engine.submit(turn.work)
             (completion,) = finished(engine)
             tokens.add(completion.generated_ids)
@@ -133,8 +130,8 @@ def _summary(rows: list[Json], timing: list[Json]) -> str:
         f"{sum(r['again_differs_at'] is None for r in rows)} repeats from the restored cache and "
         f"{sum(r['continued_differs_at'] is None for r in rows)} continuations from it "
         "gave exactly the reference's tokens.",
-        f"The longest loading was {max(r['loading_ms']['max'] for r in timing):.0f} ms, with the files out of memory "
-        f"{max(r['loading_evicted_ms']['max'] for r in timing):.0f} ms (limit: {LOADING_LIMIT_MS:.0f} ms).",
+        f"The longest loading was {max(r['loading_ms']['max'] for r in timing):.0f} ms (limit: "
+        f"{LOADING_LIMIT_MS:.0f} ms).",
     ))  # fmt: skip
 
 
@@ -145,8 +142,7 @@ EXACTNESS = {
 }  # fmt: skip
 LOADING = {
     "tokens": "{prompt_tokens}", "MB": "{mb}", "loading, ms": "{loading_ms:.3g}",
-    "loading, files not in memory, ms": "{loading_evicted_ms:.3g}", "cold, s": "{cold_first_token_s:.3g}",
-    "from cache, s": "{warm_first_token_s:.3g}", "ratio": "{speedup}x",
+    "cold, s": "{cold_first_token_s:.3g}", "from cache, s": "{warm_first_token_s:.3g}", "ratio": "{speedup}x",
 }  # fmt: skip
 
 

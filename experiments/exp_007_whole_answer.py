@@ -91,10 +91,8 @@ def speed(bench: Bench, turns: Turns, n_tokens: int, *, rounds: int, max_tokens:
         row[source] = {"answer_s": spread([run.token_s[-1] for run in each]),
                        "restore_ms": spread([1000 * run.restore_s for run in each], digits=1)}  # fmt: skip
     for source in (DISK, RAM):
-        row[source]["speedup"] = {
-            f"{n}": ratios(*([run.token_s[n - 1] for run in runs[way]] for way in (COLD, source)))
-            for n in (1, max_tokens // 3, max_tokens)
-        }
+        seconds = ([run.token_s[-1] for run in runs[way]] for way in (COLD, source))
+        row[source]["speedup"] = {f"{max_tokens}": ratios(*seconds)}
     waited = [run.token_s[-1] - run.token_s[0] for run in runs[DISK]]
     row["decode_ms"] = round(1000 * statistics.median(waited) / (max_tokens - 1), 1)
     return row
@@ -131,7 +129,7 @@ def render(content: Json, results: Path) -> Report:
     number = f"an answer of {long['generated']} tokens {times}"
     return Report("whole answers from a cache", number, {
         "summary": _summary(content), "bytes": _bytes(content["bytes"]), "answers": _answers(content["answers"]),
-        "speeds": _speeds(rows), "lengths": _lengths(rows),
+        "speeds": _speeds(rows),
     })  # fmt: skip
 
 
@@ -195,13 +193,6 @@ def _speeds(rows: list[Json]) -> str:
         of = {"of_disk": row["disk"]["speedup"][n], "of_ram": row["memory"]["speedup"][n]}
         shown.append({**row, "expected": expected, "met": met, **of})
     return columns(shown, SPEEDS)
-
-
-def _lengths(rows: list[Json]) -> str:
-    """By the length of the answer: a short one gains more."""
-    shown = [{**row, **{f"of {n}": found for n, found in row["memory"]["speedup"].items()}} for row in rows]
-    heads = {f"{n} token{'' if n == '1' else 's'}": f"{{of {n}}}" for n in rows[0]["memory"]["speedup"]}
-    return columns(shown, {"tokens of context": "{tokens}", **heads})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """EXP-008, the first token: how soon does it come without a cache, from disk and from RAM?
 
 Each prompt is asked without a cache, and then again and again by ways that take turns: from the store's files, from the
-worker's RAM cache, and from one file of mlx-lm's own `save_prompt_cache`; beside them, one bare pass of the model. Run:
+worker's RAM cache, and from one file of mlx-lm's own `save_prompt_cache`. Run:
 ``python experiments/exp_008_first_token.py``.
 """
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from bench import Bench, main
 from common import Json, in_turn, note, ratios, spread
@@ -20,7 +20,6 @@ from report import Report, columns, say, yes
 from timed_turns import COLD, DISK, RAM, Turns
 
 MLX_COLD, MLX_FILE = "mlx-lm, no cache", "mlx-lm, file"
-PASS: Final = "one pass"
 MOST_DISK = 1.15
 
 First = tuple[float, int]
@@ -53,24 +52,6 @@ class MlxLm:
         begin = time.perf_counter()
         ids = self._bench.encode(text)
         return self._first_token(begin, ids[-1:], load_prompt_cache(str(self._file(name))))
-
-    def one_pass(self, ids: Sequence[int], name: str) -> Callable[[], First]:
-        """A bare call of the model with a cache in memory: no way can be faster."""
-        import mlx.core as mx
-        from mlx_lm.models.cache import load_prompt_cache, trim_prompt_cache
-
-        caches = load_prompt_cache(str(self._file(name)))
-
-        def once() -> First:
-            begin = time.perf_counter()
-            logits = self._bench.network(mx.array([ids[-1:]]), cache=caches)
-            token: Any = mx.argmax(logits[0, -1]).item()
-            seconds = time.perf_counter() - begin
-            trim_prompt_cache(caches, 1)
-            return seconds, token
-
-        once()  # reads the arrays, and makes room
-        return once
 
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
@@ -117,7 +98,6 @@ class Length:
             DISK: lambda: self._of_turn(DISK),
             RAM: lambda: self._of_turn(RAM),
             MLX_FILE: lambda: self._mlx_lm.warm(self.text, self.name),
-            PASS: self._mlx_lm.one_pass(self.ids, self.name),
         }
         order, dice = list(ways), random.Random(self.name)
         note(f"{self.name} tokens, {rounds} rounds of all ways with a cache")
@@ -197,7 +177,7 @@ def short_form(bench: Bench, folder: Path) -> Iterator[Json]:
 
 
 _NAMES = {COLD: "without cache", DISK: "disk", RAM: "RAM", MLX_COLD: "mlx-lm without cache",
-          MLX_FILE: "mlx-lm's file", PASS: "one pass"}  # fmt: skip
+          MLX_FILE: "mlx-lm's file"}  # fmt: skip
 
 
 def render(content: Json, results: Path) -> Report:
@@ -222,8 +202,8 @@ def _summary(rows: list[Json]) -> str:
         f"From disk the first token comes so many times as fast as without a cache, by tokens: {ours}.",
         f"With mlx-lm's own file, against mlx-lm's own prefill: {theirs}.",
         say({**rows[-1]["first_token_ms"], "tokens": rows[-1]["tokens"]}, (
-            "At {tokens} tokens it takes {disk[median]:.0f} ms from disk, {memory[median]:.0f} from RAM, "
-            "{mlx-lm, file[median]:.0f} with mlx-lm's file; one pass of the model alone takes {one pass[median]:.0f}."
+            "At {tokens} tokens it takes {disk[median]:.0f} ms from disk, {memory[median]:.0f} from RAM and "
+            "{mlx-lm, file[median]:.0f} with mlx-lm's file."
         )),
         f"Disk takes {min(ratios)} to {max(ratios)} times as long as RAM (targets: at least 1, at most 1.15).",
     ))  # fmt: skip

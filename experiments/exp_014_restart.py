@@ -3,7 +3,7 @@
 A: eight agents take turn after turn, through Redis and a worker process. Before some turns the worker is stopped or
 killed, and started again: it reads its agents' caches into RAM while its model loads. Before the others it keeps
 running.
-B: sequences decode while another agent's 32 blocks are read and verified, for a restore or ahead of one, and join.
+B: sequences decode while another agent's 32 blocks are read and verified, for a restore or ahead of one.
 """
 
 import os
@@ -94,7 +94,7 @@ def _turn(producer: Producer, prompts: dict[str, str], max_tokens: int, stored: 
 
 def steps(bench: Bench, folder: Path, *, blocks: int, rows: int, repeats: int) -> Json:
     """Milliseconds from step to step, by the work beside them."""
-    taken: dict[str, list[float]] = {"quiet": [], "reading": [], "reading ahead": [], "joining": []}
+    taken: dict[str, list[float]] = {"quiet": [], "reading": [], "reading ahead": []}
     reads: list[float] = []
     ids, n_tokens = random_tokens(BLOCK_TOKENS * blocks), BLOCK_TOKENS * blocks
     cache = SequenceCache(n_tokens, Contents.random(bench.model.spec, n_tokens).layers)
@@ -119,15 +119,7 @@ def steps(bench: Bench, folder: Path, *, blocks: int, rows: int, repeats: int) -
             assert reader.restored is not None
             assert reader.restored.prefix is not None
             reads.append(reader.seconds)
-            asked = work((*ids, 5), 4, reader.restored.prefix)
             reader.restored = None
-            uid = engine.submit(asked)
-            del asked
-            while engine.progress()[uid].tokens == 0:
-                taken["joining"].append(timed(engine.step))
-            engine.cancel(uid)
-            for _ in range(3):
-                engine.step()
             store.ram_cache.drop("long")
             store.read_ahead(["long"])
             while "long" not in store.ram_cache:

@@ -5,7 +5,6 @@ continuation is scored on each one's own cache, both generate greedy answers, an
 turn. Run: ``python experiments/exp_018_kv_bits.py``.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from bench import MAX_BATCH, Bench, main
-from common import HERE, Json, difference, note, ratios, spread, take_turns, timed
+from common import Json, difference, note, ratios, spread, take_turns, timed
 from prompts import text_of
 from quality import Plan, change_of, log_likelihoods, mean_ratio
 from report import Report, columns, percent, say
@@ -127,7 +126,6 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     scored = [likelihoods(benches, kind, plan) for kind in plan.scored]
     said, steps, sizes = greedy(benches, plan), decoding(benches, plan), capacity(benches)
     ratio = mean_ratio(scored)
-    at_rest = json.loads((HERE / "results" / "exp_012_results.json").read_text(encoding="utf-8"))
     verdict = {
         "perplexity_changes_by_under_1_percent": abs(ratio - 1) < MOST_PERPLEXITY,
         "1_8_times_the_sequences_of_a_16_bit_cache": sizes[-1]["ratio"] >= LEAST_SEQUENCES,
@@ -137,8 +135,6 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
         "verdict": verdict,
         "likelihoods": scored,
         "perplexity_ratio": ratio,
-        "at_rest_perplexity_ratio": at_rest["perplexity_ratios"]["q8"],
-        "at_rest_most_change": max(row["modes"]["q8"]["most_change"] for row in at_rest["quality"]),
         "greedy": said,
         "decoding": steps,
         "capacity": sizes,
@@ -154,10 +150,6 @@ LIKELIHOODS = {
     "change per token (mean)": "{mean_change:+.5f}", "(root mean square)": "{rms_change:.5f}",
     "(largest)": "{most_change:.4f}", "perplexity in 8 bits": "{change}",
 }  # fmt: skip
-MEANS = (
-    "\n\nGeometric mean over the texts: {change}. EXP-012's q8, which quantises a finished cache: {at_rest}, a token "
-    "by up to {at_rest_most_change:.4f}."
-)
 GREEDY = (
     "{answers} answers of {tokens} tokens: {as_alone} are the ones that the sequence gives alone with 8 bits; "
     "{as_native} are those of the model's own precision (first differences at token: {ends})."
@@ -174,7 +166,6 @@ DECODING = (
 def render(content: Json, results: Path) -> Report:
     ratio, change, steps = content["capacity"][-1]["ratio"], content["perplexity_ratio"], content["decoding"]
     texts = [{**row, "change": percent(row["perplexity_ratio"], 3)} for row in content["likelihoods"]]
-    means = {"change": percent(change, 3), "at_rest": percent(content["at_rest_perplexity_ratio"], 3)}
     ends = ", ".join(map(str, content["greedy"]["first_differences"])) or "none"
     rows = [{"name": name, "bytes": steps["cache_bytes"][name], "ms": ms} for name, ms in steps["step_ms"].items()]
     number = f"beside a 16-bit cache {ratio} times the sequences at {percent(change)} perplexity"
@@ -182,7 +173,7 @@ def render(content: Json, results: Path) -> Report:
         "summary": f"{ratio} times the sequences of a 16-bit cache at {percent(change)} perplexity; a decode step "
                    f"takes {steps['step_ratio']['median']} times as long.",
         "capacity": columns(content["capacity"], CAPACITY),
-        "likelihoods": columns(texts, LIKELIHOODS) + say({**content, **means}, MEANS),
+        "likelihoods": f"{columns(texts, LIKELIHOODS)}\n\nGeometric mean over the texts: {percent(change, 3)}.",
         "greedy": say({**content["greedy"], "ends": ends}, GREEDY),
         "decoding": say({**steps, "shown": columns(rows, STEPS)}, DECODING),
     })  # fmt: skip

@@ -9,14 +9,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from statistics import mean
 
 from command import server_main
 from common import Json
 from redis import Redis
-from report import Report, columns, figure, lines
+from report import Report, columns
 
 from stoker import Producer
 from stoker.api.chat import TEXT_URL
@@ -114,14 +113,6 @@ def expected(line: Line, first: str, tokens: float) -> float:
     return large if first == "large" else small + (1 - line.small) * large
 
 
-def regrets(lines: Sequence[Line], begun: Sequence[str], tokens: float) -> dict[str, list[float]]:
-    """What each way of choosing costs above an oracle that knows the accuracies, summed up line by line."""
-    best = [min(expected(line, model, tokens) for model in MODELS) for line in lines]
-    ways = {"stoker": begun, "small first": ["small"] * len(lines), "large alone": ["large"] * len(lines)}
-    costs = {name: [expected(*one, tokens) for one in zip(lines, way, strict=True)] for name, way in ways.items()}
-    return {name: list(accumulate(a - b for a, b in zip(each, best, strict=True))) for name, each in costs.items()}
-
-
 def followed_after(lines: Sequence[Line], begun: Sequence[str]) -> int | None:
     """Lines from the one at which the small model turns bad to the first from which at most a tenth of the next 30 of
     its class begin with it; ``None`` if there is none."""
@@ -149,10 +140,13 @@ def run(url: str, folder: Path, *, quick: bool) -> Json:
     costs_ms = [sum(map(_cost_ms, made)) for made in attempts]
     accepted = 100 * sum(made[-1].accepted for made in attempts) / len(lines)
     alone = 100 * sum(line.passes[1] for line in lines) / len(lines)
-    curves, after = regrets(lines, begun, mean_tokens), followed_after(lines, begun)
+    after = followed_after(lines, begun)
+    regret_ms = sum(
+        expected(line, model, mean_tokens) - min(expected(line, first, mean_tokens) for first in MODELS)
+        for line, model in zip(lines, begun, strict=True)
+    )
     alone_ms, turn = COST_MS["large"] * mean_tokens, _turn(len(lines))
     share, before, since = (100 * mean(part) / alone_ms for part in (costs_ms, costs_ms[:turn], costs_ms[turn:]))
-    step = max(1, len(lines) // 100)
     return {
         "verdict": {
             "accepted_within_2_points_of_the_large_model": accepted >= alone - 2,
@@ -166,13 +160,11 @@ def run(url: str, folder: Path, *, quick: bool) -> Json:
         "large_alone_percent": round(alone, 2),
         "cost_percent": round(share, 1),
         "cost_percent_before_and_since": [round(before, 1), round(since, 1)],
-        "oracle_cost_percent": round(share - 100 * curves["stoker"][-1] / (alone_ms * len(lines)), 1),
+        "oracle_cost_percent": round(share - 100 * regret_ms / (alone_ms * len(lines)), 1),
         "turned_bad_at": turn,
         "followed_after_lines": after,
         "measured_ms_per_token": {model: round(1000 * (cost or 0), 4) for model, cost in measured.items()},
         "begun_with_small_percent": _by_task(lines, begun),
-        "curves": {name: [round(value) for value in curve[::step]] for name, curve in curves.items()},
-        "curve_step": step,
     }
 
 
@@ -199,7 +191,6 @@ def _by_task(lines: Sequence[Line], begun: Sequence[str]) -> Json:
 
 
 def render(content: Json, results: Path) -> Report:
-    plot(content, results)
     accepted, alone, cost = (content[name] for name in ("accepted_percent", "large_alone_percent", "cost_percent"))
     after = content["followed_after_lines"]
     summary = (
@@ -222,19 +213,6 @@ COSTS = {
     "large": "{measured_ms_per_token[large]}",
 }  # fmt: skip
 BEGUN = {"class": "{task}", "begun with small %, before it turns bad": "{parts[0]}", "since": "{parts[1]}"}
-
-
-def plot(content: Json, results: Path) -> None:
-    step = content["curve_step"]
-    with figure(content, results, "regret", (6, 3.4), title="cost above that of an oracle") as axes:
-        for name, curve in content["curves"].items():
-            places = [n * step for n in range(len(curve))]
-            lines(axes, places, {name: [value / 1000 for value in curve]}, marker="")
-        axes.axvline(content["turned_bad_at"], linestyle=":", color="grey")
-        axes.set_yscale("symlog", linthresh=1)
-        axes.set(
-            xlabel="lines; the small model turns bad at the dotted one", ylabel="seconds, stated costs", ylim=(0, None)
-        )
 
 
 if __name__ == "__main__":
