@@ -32,18 +32,14 @@ def behind_a_busy_agent(url: str, waiting: int, rounds: int) -> Json:
         with open_queue(read_settings({"redis_url": url, "lease_ttl_s": 600}), url) as opened:
             queue = opened.rq_queue
             producer.submit(agent_id="first", prompt="x")
-            looks = []
             while not queue._in_flight:
-                looks.append(timed(lambda: queue.claim(1, BUSY)))
-            first = {"looks": len(looks), "worst_ms": round(max(looks), 1)}
-            claims, idle = [], []
+                queue.claim(1, BUSY)
+            claims = []
             for n in range(rounds):
-                idle.append(timed(lambda: queue.claim(1, BUSY)))
                 producer.submit(agent_id=f"late {n}", prompt="x")
                 claims.append(timed(lambda: queue.claim(1, BUSY)))
             true = len(queue._in_flight) == rounds + 1 and connection.llen("rq:queue:generate") == waiting
-    return {"waiting": waiting, "first": first, "claim_ms": percentiles(claims), "idle_ms": percentiles(idle),
-            "length_true": true}  # fmt: skip
+    return {"waiting": waiting, "claim_ms": percentiles(claims), "length_true": true}
 
 
 def with_an_agent_each(url: str, waiting: int, rounds: int) -> Json:
@@ -53,10 +49,10 @@ def with_an_agent_each(url: str, waiting: int, rounds: int) -> Json:
         producer.submit_many([{"agent_id": f"agent {n}", "prompt": "x" * 500} for n in range(waiting)])
         with open_queue(read_settings({"redis_url": url, "lease_ttl_s": 600}), url) as opened:
             queue = opened.rq_queue
-            first = {"looks": 1, "worst_ms": round(timed(lambda: queue.claim(1, Busy())), 1)}
+            queue.claim(1, Busy())
             claims = [timed(lambda: queue.claim(1, Busy())) for _ in range(rounds)]
             true = connection.llen("rq:queue:generate") == waiting - len(queue._in_flight) == waiting - rounds - 1
-    return {"waiting": waiting, "first": first, "claim_ms": percentiles(claims), "idle_ms": None, "length_true": true}
+    return {"waiting": waiting, "claim_ms": percentiles(claims), "length_true": true}
 
 
 def rates(url: str, folder: Path, jobs: int, rounds: int) -> Json:
@@ -136,8 +132,7 @@ def render(content: Json, results: Path) -> Report:
         {**rate, **claims["one busy agent's"]},
         "a claim {claim_ms[p50]} ms; {ratio[median]} times the jobs per second of RQ's SimpleWorker (asked: 1.5)",
     )
-    shown = [{**row, "name": name, "idle": "{p50} / {p95}".format(**row["idle_ms"]) if row["idle_ms"] else "-"}
-             for name, row in claims.items()]  # fmt: skip
+    shown = [{**row, "name": name} for name, row in claims.items()]
     steps = [{"name": "idle", **step["idle_ms"]}, {"name": f"{step['jobs_per_s']} jobs/s", **step["busy_ms"]}]
     parts = {"claims": columns(shown, CLAIMS), "rates": columns([rate], RATES), "steps": columns(steps, STEPS)}
     return Report("queue costs", number, {"summary": summary, **parts})
@@ -145,8 +140,7 @@ def render(content: Json, results: Path) -> Report:
 
 CLAIMS = {
     "jobs of": "{name}", "waiting": "{waiting}", "claim p50 ms": "{claim_ms[p50]}", "p95": "{claim_ms[p95]}",
-    "max": "{claim_ms[max]}", "n": "{claim_ms[n]}", "idle look p50 / p95 ms": "{idle}",
-    "first looks": "{first[looks]}, worst {first[worst_ms]} ms", "length true": "{length_true}",
+    "max": "{claim_ms[max]}", "n": "{claim_ms[n]}", "length true": "{length_true}",
 }  # fmt: skip
 RATES = {"jobs": "{jobs}", "stoker, jobs/s": "{ours_per_s:g}", "SimpleWorker, jobs/s": "{stock_per_s:g}",
          "ratio": "{ratio:g}", "rounds": "{ratio[n]}"}  # fmt: skip

@@ -37,7 +37,6 @@ class Run:
 
     step_s: list[float]
     cache_bytes: int
-    blocks: int
     peak: int
     tokens: list[tuple[int, ...]]
 
@@ -59,7 +58,7 @@ def run_once(bench: Bench, works: list[GenerationWork], contestant: str) -> Run:
     with only(contestant):
         engine = bench.endless().worker_engine(len(works), max_step_s=60.0)
         uids = [engine.submit(one) for one in works]
-        done, step_s, cache_bytes, blocks = {}, [], 0, 0
+        done, step_s, cache_bytes = {}, [], 0
         while engine.in_flight:
             start = time.perf_counter()
             ended = engine.step()
@@ -67,10 +66,10 @@ def run_once(bench: Bench, works: list[GenerationWork], contestant: str) -> Run:
             done |= {end.uid: end for end in ended}
             if not ended and all(progress.tokens > 1 for progress in engine.progress().values()):
                 step_s.append(seconds)
-                cache_bytes, blocks = int(engine._generator.nbytes), engine._pool.used  # type: ignore[attr-defined]
+                cache_bytes = int(engine._generator.nbytes)
         engine.close()
     peak = mx.get_peak_memory() - before
-    return Run(step_s, cache_bytes, blocks, peak, [done[uid].generated_ids for uid in uids])
+    return Run(step_s, cache_bytes, peak, [done[uid].generated_ids for uid in uids])
 
 
 def works_of(bench: Bench, system: list[int], prefix: SequenceCache, n_rows: int) -> list[GenerationWork]:
@@ -108,7 +107,6 @@ def measured(bench: Bench, works: list[GenerationWork], n_tokens: int, rounds: i
             name: {
                 "step_ms": spread([1000 * seconds for seconds in step_s[name]], digits=1),
                 "cache_mb": round(each[0].cache_bytes / 1e6, 1),
-                "blocks": each[0].blocks,
                 "peak_mb": spread([run.peak / 1e6 for run in each], digits=1),
             }
             for name, each in runs.items()
@@ -158,7 +156,6 @@ CELLS = {
     "common tokens": "{tokens}", "rows": "{rows}", "ms a step: copies": "{a copy each[step_ms][median]:.0f}",
     "ms: shared": "{shared[step_ms][median]:.0f}", "in speed": "{speed:.3g}",
     "cache, MB: copies": "{a copy each[cache_mb]:.0f}", "MB: shared": "{shared[cache_mb]:.0f}",
-    "blocks: copies": "{a copy each[blocks]}", "blocks: shared": "{shared[blocks]}",
     "peak, MB: copies": "{a copy each[peak_mb][median]:.0f}", "peak: shared": "{shared[peak_mb][median]:.0f}",
     "same rows": "{same_rows} of {rows}",
 }  # fmt: skip

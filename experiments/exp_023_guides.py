@@ -10,11 +10,11 @@ import os
 import random
 import statistics
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -74,20 +74,12 @@ def suite_schemas(*, quick: bool) -> list[Json]:
     return schemas
 
 
-def supported(bench: Bench, schemas: Sequence[Json], most: int) -> tuple[list[Json], list[str]]:
-    """The first `most` schemas that llguidance supports, and its reasons for those before them that it does not."""
-    taken: list[Json] = []
-    refused: list[str] = []
+def supported(bench: Bench, schemas: Sequence[Json]) -> Iterator[Json]:
+    """Those that llguidance supports."""
     for schema in schemas:
-        try:
+        with suppress(GuideRefused):
             work(bench, schema, max_tokens=1, temperature=0.0, seed=0)
-        except GuideRefused as error:
-            refused.append(str(error).partition(": ")[2])
-            continue
-        taken.append(schema)
-        if len(taken) == most:
-            break
-    return taken, refused
+            yield schema
 
 
 def validity(bench: Bench, schemas: Sequence[Json], temperature: float) -> Json:
@@ -168,7 +160,7 @@ def beside(bench: Bench, max_tokens: int) -> Json:
 
 
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
-    taken, refused = supported(bench, suite_schemas(quick=quick), 2 if quick else SCHEMAS)
+    taken = list(islice(supported(bench, suite_schemas(quick=quick)), 2 if quick else SCHEMAS))
     valid = [validity(bench, taken, temperature) for temperature in (0.0, 1.5)]
     costs = [cost(bench, temperature, 2 if quick else 14) for temperature in (0.0, 1.0)]
     same = beside(bench, 8 if quick else 16)
@@ -177,8 +169,7 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
         "at_most_5_percent_of_the_speed_lost": min(one["speed"]["median"] for one in costs) >= 1 - MOST_LOST,
         "rows_beside_a_guided_one_are_as_alone": same["same"] == same["plain_rows"],
     }
-    schemas = {"taken": len(taken), "refused": len(refused), "reasons": refused}
-    return {"verdict": verdict, "schemas": schemas, "validity": valid, "costs": costs, "beside": same}
+    return {"verdict": verdict, "validity": valid, "costs": costs, "beside": same}
 
 
 def render(content: Json, results: Path) -> Report:
@@ -195,8 +186,7 @@ def render(content: Json, results: Path) -> Report:
     all_valid = "all valid" if valid == whole else f"{whole - valid} not valid"
     number = f"{whole} whole answers, {all_valid}; {worst['speed']['median']} of the speed"
     return Report("answers that follow a schema", number, {
-        "summary": summary, "validity": columns(found, VALIDITY), "refused": _refused(content["schemas"]),
-        "costs": columns(content["costs"], COSTS),
+        "summary": summary, "validity": columns(found, VALIDITY), "costs": columns(content["costs"], COSTS),
     })  # fmt: skip
 
 
@@ -209,12 +199,6 @@ COSTS = {
     "guided": "{guided_step_ms}", "speed of the guided rows": "{speed}",
     "the middle half of it": "{speed[middle_half][0]} to {speed[middle_half][1]}",
 }  # fmt: skip
-
-
-def _refused(schemas: Json) -> str:
-    counted = Counter(reason.partition("[")[0].strip() for reason in schemas["reasons"])
-    reasons = ", ".join(f"{reason} ({n})" for reason, n in counted.most_common(4))
-    return f"{schemas['refused']} further schemas were refused by name. The most frequent reasons: {reasons or 'none'}."
 
 
 if __name__ == "__main__":
