@@ -1,18 +1,17 @@
 """EXP-018, ``--kv-bits 8``: what do keys and values in 8 bits save in the running batch, and what do they cost?
 
 Two networks with the same weights, one of which makes 8-bit caches, prefill the same prompts in the engine. A fixed
-continuation is scored on each one's own cache, both generate greedy answers, and decode steps of both are timed in
-turn. Run: ``python experiments/exp_018_kv_bits.py``.
+continuation is scored on each one's own cache, and both generate greedy answers. Run:
+``python experiments/exp_018_kv_bits.py``.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-from bench import MAX_BATCH, Bench, main
-from common import Json, difference, note, ratios, spread, take_turns, timed
+from bench import Bench, main
+from common import Json, difference, note
 from prompts import text_of
 from quality import Plan, change_of, log_likelihoods, mean_ratio
 from report import Report, columns, percent, say
@@ -26,7 +25,6 @@ MOST_PERPLEXITY = 0.01
 LEAST_SEQUENCES = 1.8
 """Times as many sequences of 1,024 tokens in the same KV memory, for a cache of 16 bits."""
 
-WARM_STEPS, STEPS_TIMED = 3, 12
 FULL = Plan(("English", "Python", "German", "JSON"), 400, 160, 6, 120, 16)
 QUICK = Plan(("English",), 140, 100, 2, 60, 4)
 
@@ -68,31 +66,6 @@ def greedy(benches: Mapping[str, Bench], plan: Plan) -> Json:
     }
 
 
-def decoding(benches: Mapping[str, Bench], plan: Plan) -> Json:
-    """Memory and time of decode steps of a full batch; the two engines take turns."""
-    note("decode steps")
-    encode, rows = benches["native"].encode, MAX_BATCH // 2
-    ids = encode(text_of(encode, "English", plan.long))
-    engines = {name: bench.endless().engine() for name, bench in benches.items()}
-    for name, bench in benches.items():
-        restored = prefix(bench, ids)
-        for _ in range(rows):
-            engines[name].submit(work(ids, 2 * (WARM_STEPS + STEPS_TIMED), restored))
-    steps = {name: partial(timed, engine.step) for name, engine in engines.items()}
-    taken = take_turns(steps, STEPS_TIMED, warm_up=WARM_STEPS)
-    cache_bytes = {name: int(engine._generator.nbytes) for name, engine in engines.items()}
-    for engine in engines.values():
-        engine.close()
-    return {
-        "rows": rows,
-        "tokens": len(ids),
-        "cache_bytes": cache_bytes,
-        "bytes_ratio": round(cache_bytes["8 bits"] / cache_bytes["native"], 4),
-        "step_ms": {name: spread(values, digits=1) for name, values in taken.items()},
-        "step_ratio": ratios(taken["8 bits"], taken["native"], digits=2),
-    }
-
-
 def capacity(benches: Mapping[str, Bench]) -> list[Json]:
     """KV memory of a sequence of 1,024 tokens as the engine prices it, for caches of 32 and of 16 bits."""
     from stoker_worker.engine.kv_memory import KVCost
@@ -124,7 +97,7 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     plan = QUICK if quick else FULL
     benches = {"native": bench, "8 bits": bench.in_8_bits()}
     scored = [likelihoods(benches, kind, plan) for kind in plan.scored]
-    said, steps, sizes = greedy(benches, plan), decoding(benches, plan), capacity(benches)
+    said, sizes = greedy(benches, plan), capacity(benches)
     ratio = mean_ratio(scored)
     verdict = {
         "perplexity_changes_by_under_1_percent": abs(ratio - 1) < MOST_PERPLEXITY,
@@ -136,7 +109,6 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
         "likelihoods": scored,
         "perplexity_ratio": ratio,
         "greedy": said,
-        "decoding": steps,
         "capacity": sizes,
     }
 
@@ -156,26 +128,16 @@ GREEDY = (
 )
 
 
-STEPS = {"cache": "{name}", "bytes of the batch's caches": "{bytes}", "a step, ms": "{ms:.3g}"}
-DECODING = (
-    "{rows} sequences of {tokens} tokens.\n\n{shown}\n\nRatio of bytes {bytes_ratio}; of a step's time "
-    "{step_ratio[median]} ({step_ratio[min]} to {step_ratio[max]}, n {step_ratio[n]})."
-)
-
-
 def render(content: Json, results: Path) -> Report:
-    ratio, change, steps = content["capacity"][-1]["ratio"], content["perplexity_ratio"], content["decoding"]
+    ratio, change = content["capacity"][-1]["ratio"], content["perplexity_ratio"]
     texts = [{**row, "change": percent(row["perplexity_ratio"], 3)} for row in content["likelihoods"]]
     ends = ", ".join(map(str, content["greedy"]["first_differences"])) or "none"
-    rows = [{"name": name, "bytes": steps["cache_bytes"][name], "ms": ms} for name, ms in steps["step_ms"].items()]
     number = f"beside a 16-bit cache {ratio} times the sequences at {percent(change)} perplexity"
     return Report("keys and values in 8 bits", number, {
-        "summary": f"{ratio} times the sequences of a 16-bit cache at {percent(change)} perplexity; a decode step "
-                   f"takes {steps['step_ratio']['median']} times as long.",
+        "summary": f"{ratio} times the sequences of a 16-bit cache at {percent(change)} perplexity.",
         "capacity": columns(content["capacity"], CAPACITY),
         "likelihoods": f"{columns(texts, LIKELIHOODS)}\n\nGeometric mean over the texts: {percent(change, 3)}.",
         "greedy": say({**content["greedy"], "ends": ends}, GREEDY),
-        "decoding": say({**steps, "shown": columns(rows, STEPS)}, DECODING),
     })  # fmt: skip
 
 

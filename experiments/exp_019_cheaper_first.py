@@ -130,8 +130,6 @@ def run(url: str, folder: Path, *, quick: bool) -> Json:
         began = time.perf_counter()
         attempts = ran(url, folder, lines)
         took_s = time.perf_counter() - began
-        with Producer(url) as producer:
-            measured = {one.model: one.now.token_s for one in producer.workers() if one.model and one.now}
     with Redis.from_url(url) as connection:
         n_left = connection.llen("rq:queue:small") + connection.llen("rq:queue:large")
     tokens = [one.prompt_tokens + one.completion_tokens for made in attempts for one in made]
@@ -163,8 +161,6 @@ def run(url: str, folder: Path, *, quick: bool) -> Json:
         "oracle_cost_percent": round(share - 100 * regret_ms / (alone_ms * len(lines)), 1),
         "turned_bad_at": turn,
         "followed_after_lines": after,
-        "measured_ms_per_token": {model: round(1000 * (cost or 0), 4) for model, cost in measured.items()},
-        "begun_with_small_percent": _by_task(lines, begun),
     }
 
 
@@ -179,17 +175,6 @@ def _is_right(line: Line, made: Sequence[Attempt]) -> bool:
     return verdicts and (made[-1].accepted or made[-1].model == "large")
 
 
-def _by_task(lines: Sequence[Line], begun: Sequence[str]) -> Json:
-    """By class, before and after the small model turns bad."""
-    turn = _turn(len(lines))
-    found = {}
-    for task in TASKS:
-        of_task = [line.number for line in lines if line.task == task]
-        parts = [n for n in of_task if n < turn], [n for n in of_task if n >= turn]
-        found[task] = [round(100 * sum(begun[n] == "small" for n in part) / len(part), 1) for part in parts]
-    return found
-
-
 def render(content: Json, results: Path) -> Report:
     accepted, alone, cost = (content[name] for name in ("accepted_percent", "large_alone_percent", "cost_percent"))
     after = content["followed_after_lines"]
@@ -199,9 +184,7 @@ def render(content: Json, results: Path) -> Report:
         f"with the large one within {'no' if after is None else after} lines."
     )
     number = f"{accepted} % accepted (large alone: {alone} %) at {cost} % of its cost"
-    begun = [{"task": task, "parts": parts} for task, parts in content["begun_with_small_percent"].items()]
-    parts = {"summary": summary, "cost": columns([content], COSTS), "begun": columns(begun, BEGUN)}
-    return Report("a cheaper model first", number, parts)
+    return Report("a cheaper model first", number, {"summary": summary, "cost": columns([content], COSTS)})
 
 
 COSTS = {
@@ -209,11 +192,7 @@ COSTS = {
     "large alone %": "{large_alone_percent}", "cost, % of the large one's": "{cost_percent}",
     "before, since": "{cost_percent_before_and_since[0]}, {cost_percent_before_and_since[1]}",
     "oracle's cost %": "{oracle_cost_percent}", "followed after lines": "{followed_after_lines}",
-    "lines/s": "{lines_per_s}", "measured ms a token, small": "{measured_ms_per_token[small]}",
-    "large": "{measured_ms_per_token[large]}",
+    "lines/s": "{lines_per_s}",
 }  # fmt: skip
-BEGUN = {"class": "{task}", "begun with small %, before it turns bad": "{parts[0]}", "since": "{parts[1]}"}
-
-
 if __name__ == "__main__":
     server_main(__doc__ or "", "019", run, render)
