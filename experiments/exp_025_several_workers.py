@@ -2,7 +2,6 @@
 and what do a hundred thousand jobs of other workers' agents cost? Scripted engines, real servers; no model."""
 
 import os
-import resource
 import socket
 import sys
 import time
@@ -65,7 +64,6 @@ def run_jobs(url: str, folder: Path, n_workers: int, n_jobs: int, proxy: SlowPro
     options += ["--shared-store", f"s3://agents/{time.monotonic_ns()}"]
     keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "eu-central-1"}
     where = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}"}
-    cpu_s, begin = _cpu_s(), time.perf_counter()
     with Redis.from_url(url) as connection, Producer(connection) as producer, ExitStack() as workers:
         workers.enter_context(patch.dict(os.environ, keys | where))
         connection.flushdb()  # a server of this experiment
@@ -85,18 +83,8 @@ def run_jobs(url: str, folder: Path, n_workers: int, n_jobs: int, proxy: SlowPro
         }
         requests = sum(proxy.requests.values()) - before
         rate = jobs_per_s(connection, [ticket.job_id for ticket in tickets])
-    return {
-        "per_s": rate,
-        "commands": sum(n for name, n in calls.items() if name not in _READ_HERE) / n_jobs,
-        "requests": requests / n_jobs,
-        "processors": (_cpu_s() - cpu_s) / (time.perf_counter() - begin),
-    }
-
-
-def _cpu_s() -> float:
-    """Of the processes that have ended: the workers, start and end included."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    commands = sum(n for name, n in calls.items() if name not in _READ_HERE)
+    return {"per_s": rate, "commands": commands / n_jobs, "requests": requests / n_jobs}
 
 
 def elsewhere(url: str, waiting: int) -> Json:
@@ -138,7 +126,7 @@ def compared(delay_ms: int, found: dict[str, list[Json]], per_worker: int) -> Js
     about = f"{delay_ms} ms a request"
     row: Json = {"about": about, "jobs_per_worker": per_worker, "speed": ratios(four, one)}
     for name, n in (("one", 1), ("four", N_WORKERS)):
-        for kind in ("per_s", "commands", "requests", "processors"):
+        for kind in ("per_s", "commands", "requests"):
             row[f"{name}_{kind}"] = spread([run[kind] for run in found[str(n)]], digits=2)
     return row
 
@@ -184,7 +172,7 @@ SUMMARY = (
 JOBS = {"shared store": "{about}", "jobs per worker": "{jobs_per_worker}", "one, jobs/s": "{one_per_s}",
         "four, jobs/s": "{four_per_s}", "ratio": "{speed}", "rounds": "{speed[n]}",
         "commands a job: one": "{one_commands}", "four": "{four_commands}",
-        "its requests a job": "{four_requests[median]}", "processors of four": "{four_processors[median]}"}  # fmt: skip
+        "its requests a job": "{four_requests[median]}"}  # fmt: skip
 ELSEWHERE = {"jobs": "{waiting}", "first reading s": "{first_s}", "longest look ms": "{worst_ms}",
              "share of a processor": "{busy_share}", "a job behind them ms": "{late_ms}",
              "bytes in Redis an agent": "{bytes_each}"}  # fmt: skip
