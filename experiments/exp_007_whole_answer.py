@@ -104,7 +104,7 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     plan = {10: 1, 100: 1} if quick else {10: 5, 100: 5, 1000: 5}
     max_tokens = 6 if quick else ANSWER_TOKENS
     with closing(Turns(bench, folder)) as turns:
-        same = answers(bench, turns, (20,) if quick else (100, 258), 4 if quick else 16)
+        same = answers(bench, turns, (20,) if quick else (258,), 4 if quick else 12)
         speeds = [speed(bench, turns, n, rounds=rounds, max_tokens=max_tokens) for n, rounds in plan.items()]
     by_length = {n: row[RAM]["speedup"][f"{max_tokens}"]["median"] for n, row in zip(plan, speeds, strict=True)}
     verdict = {

@@ -1,4 +1,4 @@
-"""EXP-015: how a 1,500-token prompt affects seven decoding sequences, and how soon it can be cancelled.
+"""EXP-015: how a 1,200-token prompt affects seven decoding sequences, and how soon it can be cancelled.
 
 The product's engine at its own settings. Seven sequences decode; then a long prompt is submitted, and their speed while
 it is prefilled is compared with their speed before. A second long prompt is cancelled in the middle of its prefill.
@@ -68,7 +68,7 @@ def _tokens(engine: Any) -> dict[int, int]:
 
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     runs = []
-    sizes = {"rows": 2, "n_tokens": 300, "quiet_s": 1.0} if quick else {"rows": 7, "n_tokens": 1500, "quiet_s": 10.0}
+    sizes = {"rows": 2, "n_tokens": 300, "quiet_s": 1.0} if quick else {"rows": 7, "n_tokens": 1200, "quiet_s": 10.0}
     for n in range(1 if quick else 3):
         note(f"run {n + 1}")
         runs.append(one_run(bench, **sizes))

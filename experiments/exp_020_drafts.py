@@ -154,7 +154,7 @@ def measured(bench: Bench, kind: str, width: int, *, rounds: int, max_tokens: in
 
 
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
-    sizes = {"rounds": 1, "max_tokens": 24} if quick else {"rounds": 3, "max_tokens": 64}
+    sizes = {"rounds": 1, "max_tokens": 24} if quick else {"rounds": 3, "max_tokens": 48}
     widths = (1,) if quick else PROMPTS
     found = [measured(bench, kind, width, **sizes) for width in widths for kind in KINDS]
     of_kind = {kind: [load["ratio"]["median"] for load in found if load["kind"] == kind] for kind in KINDS}

@@ -21,7 +21,7 @@ from works import work
 
 from stoker_worker.ports import GenerationWork, SequenceCache
 
-OWN_TOKENS = (16, 64)
+OWN_TOKENS = (8, 32)
 GENERATED = 12
 LEAST_SPEED, MOST_MEMORY = 0.97, 0.5
 
@@ -115,7 +115,7 @@ def measured(bench: Bench, works: list[GenerationWork], n_tokens: int, rounds: i
 
 
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
-    sizes, widths, rounds = ((256,), (3,), 1) if quick else ((256, 1024), (4, 16), 4)
+    sizes, widths, rounds = ((256,), (3,), 1) if quick else ((256, 1024), (4, 16), 5)
     found = []
     for n_tokens in sizes:
         system = bench.encode(text_of(bench.encode, "English", n_tokens, seed=22))[:n_tokens]

@@ -26,7 +26,7 @@ from works import answers, chat_work, let_decode
 from stoker_shared.errors import GuideRefused
 from stoker_worker.ports import GenerationWork
 
-SCHEMAS, ANSWER_TOKENS, ROWS, TURN_STEPS = 50, 64, 8, 8
+SCHEMAS, ANSWER_TOKENS, ROWS, TURN_STEPS = 40, 64, 8, 8
 MOST_LOST = 0.05
 RECORDS: Final[Json] = {
     "type": "array",
@@ -163,7 +163,7 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     taken = list(islice(supported(bench, suite_schemas(quick=quick)), 2 if quick else SCHEMAS))
     valid = [validity(bench, taken, temperature) for temperature in (0.0, 1.5)]
     costs = [cost(bench, temperature, 2 if quick else 14) for temperature in (0.0, 1.0)]
-    same = beside(bench, 8 if quick else 16)
+    same = beside(bench, 8 if quick else 12)
     verdict = {
         "every_whole_answer_is_valid": all(not one["wrong"] and not one["failed"] for one in valid),
         "at_most_5_percent_of_the_speed_lost": min(one["speed"]["median"] for one in costs) >= 1 - MOST_LOST,
