@@ -4,7 +4,7 @@ import tracemalloc
 
 import pytest
 
-from stoker_shared import GenerationRequest, build_request
+from stoker_shared import build_request
 from stoker_shared.errors import InvalidRequest, RequestError, RequestTooLarge, RequestVersionTooNew
 from stoker_shared.wire import MAX_REQUEST_BYTES
 
@@ -156,15 +156,14 @@ def test_a_request_with_very_many_problems_is_refused_in_little_memory(fields):
     assert len(str(error.value)) < 500
 
 
-@pytest.mark.parametrize("tool", [{"enum": [0] * 200_000}, nested(98)], ids=["values", "levels"])
-def test_producers_refuse_a_tool_that_workers_would_not_read(tool):
-    with pytest.raises(RequestTooLarge, match="more than"):
+@pytest.mark.parametrize(
+    ("tool", "why"),
+    [({"enum": [0] * 200_000}, "more than"), (nested(98), "more than"), (nested(300), "nested")],
+    ids=["values", "levels", "too deep to write"],
+)
+def test_producers_refuse_a_tool_that_workers_would_not_read(tool, why):
+    with pytest.raises(RequestError, match=why):
         build_request({**WITH_MESSAGES, "tools": [tool]}).as_payload()
-
-
-def test_a_value_nested_too_deeply_to_write_is_an_invalid_request():
-    with pytest.raises(RequestError, match="nested"):
-        build_request({**WITH_MESSAGES, "tools": [nested(300)]}).as_payload()
 
 
 def test_the_wire_has_fields_that_differ_from_their_defaults_and_sampling_that_was_set():
@@ -185,12 +184,6 @@ def test_a_payload_builds_the_same_request_again():
     }
     request = build_request(fields)
     assert build_request(request.as_payload()) == request
-
-
-def test_a_request_cannot_be_changed():
-    request = GenerationRequest(agent_id="a", prompt="x")
-    with pytest.raises(ValueError, match="frozen"):
-        request.prompt = "y"  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
