@@ -8,7 +8,7 @@ import sys
 import tarfile
 import zipfile
 from importlib.metadata import PackageNotFoundError, requires
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import pytest
 
@@ -111,15 +111,3 @@ def test_the_sdist_has_the_sources_the_pages_and_no_tests(packed: set[str]):
     assert {"README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml"} <= packed
     for folder, package in SOURCES.items():
         assert {f"{folder}/{module}" for module in modules_of_the_checkout(folder, package)} <= packed
-
-
-def test_every_relative_link_of_the_readme_and_the_pages_leads_to_a_packed_file(packed: set[str]):
-    folders = {str(parent) for name in packed for parent in PurePosixPath(name).parents}
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "experiments").glob("*.md")]
-    broken = []
-    for page in pages:
-        for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
-            if not link.startswith(("https://", "http://")):
-                target = (page.parent / link).resolve().relative_to(ROOT).as_posix()
-                broken += [f"{page.name}: {link}"] if target not in packed | folders else []
-    assert not broken
