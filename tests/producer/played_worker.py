@@ -1,9 +1,13 @@
 """Plays the worker: ends jobs through RQ's own code, so that Redis holds what a real worker would have written."""
 
 import json
+import threading
 from base64 import b64encode
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from redis import Redis
+from rq.exceptions import NoSuchJobError
 from rq.job import Job, JobStatus, Retry
 from rq.queue import Queue
 from rq.results import Result
@@ -110,3 +114,23 @@ class PlayedWorker:
 
     def _queue(self, job: Job) -> Queue:
         return Queue(job.origin or DEFAULT_QUEUE, connection=self._connection, serializer=JSONSerializer)
+
+
+@contextmanager
+def playing(connection: Redis, answer: Callable[[str], object]) -> Iterator[None]:
+    """Calls `answer` with the id of each job that waits, again and again, in a thread of its own."""
+    stop = threading.Event()
+
+    def play() -> None:
+        while not stop.wait(0.005):
+            for job_id in connection.lrange(f"rq:queue:{DEFAULT_QUEUE}", 0, -1):
+                with suppress(NoSuchJobError):  # it was taken out just now
+                    answer(job_id.decode())
+
+    thread = threading.Thread(target=play)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()

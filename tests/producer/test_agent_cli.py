@@ -1,11 +1,9 @@
 """`stoker agent`: its requests, its output and its failures."""
 
 import json
-import threading
 
 import pytest
-from redis import Redis
-from tests.producer.played_worker import PlayedWorker
+from tests.producer.played_worker import PlayedWorker, playing
 
 from stoker.agent_cli import agent
 from stoker_shared.wire import AGENT_TASK_PATH, REQUEST_KWARG, TASK_PATH
@@ -40,30 +38,22 @@ ANSWERS = {
 
 
 @pytest.fixture
-def requests(redis_url):
+def requests(connection):
     """The job's request; the job is answered as soon as it is in the queue."""
-    asked, stop = [], threading.Event()
-    answers = []
+    asked, answers, worker = [], [], PlayedWorker(connection)
 
-    def play():
-        with Redis.from_url(redis_url) as connection:
-            worker = PlayedWorker(connection)
-            while not stop.wait(0.01):
-                for job_id in connection.lrange("rq:queue:generate", 0, -1):
-                    job = worker.job(job_id.decode())
-                    assert job.func_name == AGENT_TASK_PATH
-                    asked.append(job.kwargs[REQUEST_KWARG])
-                    answer = answers.pop(0)
-                    if isinstance(answer, str):
-                        worker.fail(job.id, answer)
-                    else:
-                        worker.finish(job.id, answer)
+    def play(job_id):
+        job = worker.job(job_id)
+        assert job.func_name == AGENT_TASK_PATH
+        asked.append(job.kwargs[REQUEST_KWARG])
+        answer = answers.pop(0)
+        if isinstance(answer, str):
+            worker.fail(job.id, answer)
+        else:
+            worker.finish(job.id, answer)
 
-    player = threading.Thread(target=play)
-    player.start()
-    yield asked, answers
-    stop.set()
-    player.join()
+    with playing(connection, play):
+        yield asked, answers
 
 
 @pytest.mark.parametrize("arguments", ANSWERS)
@@ -136,11 +126,10 @@ def test_forget_asks_first(stoker):
 
 
 @pytest.mark.parametrize("arguments", [("fork", "a", ""), ("info", "a\nb"), ("rollback", "a", "--expect-version", "0")])
-def test_an_invalid_command_is_exit_code_2_and_enqueues_nothing(stoker, redis_url, arguments):
+def test_an_invalid_command_is_exit_code_2_and_enqueues_nothing(stoker, connection, arguments):
     code, _, err = stoker("agent", *arguments)
     assert code == 2, err
-    with Redis.from_url(redis_url) as connection:
-        assert connection.keys("rq:*") == []
+    assert connection.keys("rq:*") == []
 
 
 def test_a_job_of_ones_own_id_is_made_once(stoker, requests):

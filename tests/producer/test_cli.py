@@ -6,19 +6,11 @@ import shlex
 
 import click
 import pytest
-from redis import Redis
-from tests.producer.played_worker import PlayedWorker
 
 from stoker import connection
 from stoker.cli import cli
 
 pytestmark = pytest.mark.server
-
-
-@pytest.fixture
-def worker(redis_url):
-    with Redis.from_url(redis_url) as server:
-        yield PlayedWorker(server)
 
 
 def test_submit_with_an_id_of_ones_own_makes_no_second_job(stoker, worker):
@@ -155,10 +147,9 @@ def test_every_command_has_help_with_examples_that_parse(command, tmp_path, monk
 
 
 @pytest.mark.parametrize("command", ["cancel j", "status j", "result j", "trust ls", "batch ls", "batch status b"])
-def test_a_key_of_another_type_is_no_server_that_is_away(stoker, redis_url, command):
-    with Redis.from_url(redis_url) as server:
-        for key in ("rq:job:j", "stoker:trust", "stoker:batch::all", "stoker:batch:b"):
-            server.set(key, "something else")
-        code, out, err = stoker(*command.split())
+def test_a_key_of_another_type_is_no_server_that_is_away(stoker, server, command):
+    for key in ("rq:job:j", "stoker:trust", "stoker:batch::all", "stoker:batch:b"):
+        server.set(key, "something else")
+    code, out, err = stoker(*command.split())
     assert (code, out) == (1, "")
     assert re.match(r"WrongKeyType: a key at [\w.:/-]+ is of another type than stoker's: .*WRONGTYPE ", err)

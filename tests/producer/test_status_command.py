@@ -10,9 +10,7 @@ from rq.utils import utcformat
 from tests.producer import played_worker
 from tests.producer.played_worker import WORKER, PlayedWorker
 
-from stoker import AsyncProducer, status_command
-from stoker.operations import run
-from stoker.overview import overview
+from stoker import AsyncProducer, operations, status_command
 from stoker_shared.errors import RedisUnavailable
 from stoker_shared.wire import LEASE_KEY, MEMBERS_KEY, SERVED_KEY, WORKER_KEY
 
@@ -108,32 +106,26 @@ def test_a_dead_worker_is_shown_as_such_with_the_jobs_it_left(producer, connecti
     assert lines[job_id][1:] == ["generate", WORKER, "90", "s", "decode", "3", "8.5"]
 
 
-def answer(step):
-    return (yield step)
-
-
 @pytest.mark.parametrize(
-    ("section", "found", "why"),
+    ("found", "why"),
     [
-        ("persistence", {"aof_last_write_status": "err"}, "Redis cannot write its append-only file"),
-        ("persistence", {"rdb_last_bgsave_status": "err"}, "Redis could not save its last snapshot"),
-        ("memory", {"maxmemory": 9, "used_memory": 9, "maxmemory_policy": "noeviction"}, "Redis is full"),
+        ({"aof_last_write_status": "err"}, "Redis cannot write its append-only file"),
+        ({"rdb_last_bgsave_status": "err"}, "Redis could not save its last snapshot"),
+        ({"maxmemory": 9, "used_memory": 9, "maxmemory_policy": "noeviction"}, "Redis is full"),
     ],
 )
-def test_a_server_that_refuses_to_write_is_the_first_line(producer, connection, section, found, why):
+def test_a_server_that_refuses_to_write_is_the_first_line(producer, stoker, monkeypatch, found, why):
     assert producer.overview().trouble is None
-    looks = overview()
-    step = next(looks)
-    while True:
-        replies = run(connection, answer(step))
-        for number, command in enumerate(step.commands):
-            replies[number] = replies[number] | found if command == ("INFO", section) else replies[number]
-        try:
-            step = looks.send(replies)
-        except StopIteration as done:
-            seen = done.value
-            break
-    assert why in status_command.overview_text(seen).splitlines()[0]
+    answer_to = operations.answer_to
+
+    async def answered(connection, step):
+        replies = await answer_to(connection, step)
+        return [
+            reply | found if asked[0] == "INFO" else reply for asked, reply in zip(step.commands, replies, strict=True)
+        ]
+
+    monkeypatch.setattr(operations, "answer_to", answered)
+    assert why in stoker("status")[1].splitlines()[0]
 
 
 def test_the_jobs_shown_are_those_that_have_run_the_longest(producer, connection, stoker):

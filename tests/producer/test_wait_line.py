@@ -3,7 +3,6 @@
 import time
 
 import pytest
-from redis import Redis
 from tests.producer.played_worker import publish
 from tests.support.wait import wait_for
 
@@ -61,15 +60,14 @@ def test_every_command_that_waits_shows_the_jobs_state(stoker, as_terminal, comm
 
 
 @pytest.mark.server
-def test_a_model_that_loads_and_a_queue_that_is_suspended_are_the_reasons(stoker, redis_url):
+def test_a_model_that_loads_and_a_queue_that_is_suspended_are_the_reasons(stoker, connection):
     stoker("submit", "--message", "m", "--job-id", "mine")
-    figures = {"at": 1.0, "tokens_per_s": 0, "jobs_per_min": 0, "in_flight": 0, "in_batch": 0, "hit_share": None,
-               "done": 0, "failed": 0}  # fmt: skip
-    with Redis.from_url(redis_url) as connection:
-        publish(connection, "mac", "generate", model=None)
-        assert "; the worker of 'generate' still loads its model" in stoker("status", "mine")[1]
-        assert "still loads its model" in stoker("result", "mine", "--timeout-s", "0")[2]
-        publish(connection, "mac", "generate", now={**figures, "suspended": True})
-        assert "`rq resume`" in stoker("status", "mine")[1]
-        publish(connection, "mac", "generate", now=figures)
-        assert stoker("status", "mine")[1] == "queued, next\n"
+    figures = {"at": 1.0, "hit_share": None}
+    figures |= dict.fromkeys(("tokens_per_s", "jobs_per_min", "in_flight", "in_batch", "done", "failed"), 0)
+    publish(connection, "mac", "generate", model=None)
+    assert "; the worker of 'generate' still loads its model" in stoker("status", "mine")[1]
+    assert "still loads its model" in stoker("result", "mine", "--timeout-s", "0")[2]
+    publish(connection, "mac", "generate", now={**figures, "suspended": True})
+    assert "`rq resume`" in stoker("status", "mine")[1]
+    publish(connection, "mac", "generate", now=figures)
+    assert stoker("status", "mine")[1] == "queued, next\n"

@@ -6,31 +6,28 @@ import re
 import sys
 import threading
 import time
+from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
-from rq.exceptions import NoSuchJobError
-from tests.producer.played_worker import PlayedWorker, result_fields
+from tests.producer.played_worker import PlayedWorker, playing, result_fields
 from tests.support.wait import wait_for
 
 from stoker.batch.output_file import OutputFile
 from stoker.batch.record import cancel_batch, read_record
-from stoker.cli import main
 from stoker.operations import run
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 
 @pytest.fixture
-def batch(redis_url, capsys, monkeypatch, tmp_path):
+def batch(stoker, monkeypatch, tmp_path):
     """Runs the command in the test's folder; returns the exit code, stdout (parsed if it is JSON) and stderr."""
-    monkeypatch.setenv("STOKER_REDIS_URL", redis_url)
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments):
-        with pytest.raises(SystemExit) as left:
-            main(["batch", *arguments])
-        out, err = capsys.readouterr()
-        return left.value.code, json.loads(out) if out.startswith("{") else out.strip(), err
+        code, out, err = stoker("batch", *arguments)
+        return code, json.loads(out) if out.startswith("{") else out.strip(), err
 
     return run
 
@@ -38,37 +35,22 @@ def batch(redis_url, capsys, monkeypatch, tmp_path):
 @pytest.fixture
 def somebody(connection):
     """A worker that ends each job as its prompt tells it to, in queue order; `ends` has the prompts."""
-    played, stop, ends = PlayedWorker(connection), threading.Event(), []
+    played, ends = PlayedWorker(connection), []
 
-    def work_on():
-        while not stop.wait(0.01):
-            for job_id in connection.lrange("rq:queue:generate", 0, -1):
-                try:
-                    request = played.job(job_id.decode()).kwargs["request"]
-                    prompt = request.get("prompt") or request["messages"][0]["content"]
-                except NoSuchJobError:  # it was taken out just now
-                    continue
-                if prompt.startswith("later"):
-                    continue
-                ends.append(prompt)
-                if prompt.startswith("fail"):
-                    played.fail(job_id.decode(), "EngineFailed: it says so")
-                else:
-                    played.finish(job_id.decode(), text=prompt)
+    def answer(job_id):
+        request = played.job(job_id).kwargs["request"]
+        prompt = request.get("prompt") or request["messages"][0]["content"]
+        if prompt.startswith("later"):
+            return
+        ends.append(prompt)
+        if prompt.startswith("fail"):
+            played.fail(job_id, "EngineFailed: it says so")
+        else:
+            played.finish(job_id, text=prompt)
 
-    thread = threading.Thread(target=work_on)
-
-    class Somebody:
-        def __init__(self):
-            self.ends, self.played = ends, played
-
-        def begin(self):
-            thread.start()
-
-    yield Somebody()
-    stop.set()
-    if thread.ident is not None:
-        thread.join()
+    with ExitStack() as works:
+        begin = lambda: works.enter_context(playing(connection, answer))  # noqa: E731
+        yield SimpleNamespace(ends=ends, played=played, begin=begin)
 
 
 def write(path, prompts, name="in.jsonl"):

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 from redis import Redis
-from rq.exceptions import NoSuchJobError
-from tests.producer.played_worker import PlayedWorker, result_fields
+from tests.producer.played_worker import PlayedWorker, playing, result_fields
 from tests.support.server_fixture import require_server_program
 from tests.support.wait import wait_for
 
@@ -33,16 +32,6 @@ PLAIN = Markers()
 class Hand(PlayedWorker):
     """Does what the last line of a prompt says: ``say TEXT``, ``fail REASON``, ``give JSON`` (fields of the result), or
     ``wait``, which leaves the job in the queue."""
-
-    def __init__(self, connection: Redis) -> None:
-        super().__init__(connection)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._work)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join()
 
     def request(self, job_id: str) -> dict[str, Any]:
         return self.job(job_id).kwargs["request"]
@@ -82,19 +71,14 @@ class Hand(PlayedWorker):
     def line(self, request: dict[str, Any]) -> str:
         return str(request.get("prompt") or request["messages"][-1]["content"]).splitlines()[-1]
 
-    def _work(self) -> None:
-        while not self._stop.wait(0.005):
-            for job_id in self.waiting():
-                try:
-                    word, _, rest = self.line(self.request(job_id)).partition(" ")
-                    if word == "fail":
-                        self.fail(job_id, rest)
-                        self.say(job_id, "last", "end")
-                    elif word != "wait":
-                        given = json.loads(rest) if word == "give" else {"text": rest}
-                        self.finish(job_id, {**result_fields(job_id), **given})
-                except NoSuchJobError:
-                    continue
+    def answer(self, job_id: str) -> None:
+        word, _, rest = self.line(self.request(job_id)).partition(" ")
+        if word == "fail":
+            self.fail(job_id, rest)
+            self.say(job_id, "last", "end")
+        elif word != "wait":
+            given = json.loads(rest) if word == "give" else {"text": rest}
+            self.finish(job_id, {**result_fields(job_id), **given})
 
 
 @dataclass(frozen=True)
@@ -138,8 +122,8 @@ def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def hand(server_url: str) -> Iterator[Hand]:
     with Redis.from_url(server_url) as connection:
         hand = Hand(connection)
-        yield hand
-        hand.close()
+        with playing(connection, hand.answer):
+            yield hand
 
 
 @pytest.fixture(scope="module")

@@ -126,7 +126,6 @@ def test_the_id_of_an_error_is_that_of_its_header_also_if_the_client_chose_anoth
         ("x", {"extra_body": {"top_p": 3}}, anthropic.BadRequestError, "invalid_request_error"),
         ("x", {"extra_body": {"colour": "red"}}, anthropic.BadRequestError, "invalid_request_error"),
         ("fail ModelMismatch: m", {}, anthropic.NotFoundError, "not_found_error"),
-        ("fail AgentVersionConflict: 4", {}, anthropic.ConflictError, "invalid_request_error"),
         ("fail EngineFailed: broke", {}, anthropic.InternalServerError, "api_error"),
     ],
 )
