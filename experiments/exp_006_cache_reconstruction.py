@@ -9,13 +9,12 @@ import gc
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 from bench import Bench, main
-from common import Json, note, percentiles, ratios, rss_mib, spread, take_turns, timed
-from report import Report, columns, figure, lines, say, short, table, yes
+from common import Json, note, rss_mib, spread
+from report import Report, columns, say, short, table, yes
 from restores import five_turns, from_memory, measured, round_trips
 from small_cache import SPEC as GEMMA_3_12B
 from synthetic_cache import saved_agent, smollm2_layers
@@ -45,7 +44,6 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
         ],
         "fit": straight_line([cell["bytes"] for cell in cells], [cell["reconstruct_ms"]["p50"] for cell in cells]),
         "leak": leak,
-        "padded": against_padded(folder, rounds=3 if quick else 50),
         "gemma": [gemma(folder, quick=quick)],
         "turns": five_turns(bench.with_room().endless(), folder / "turns", n_tokens=n_tokens, rounds=rounds,
                             max_tokens=max_tokens),
@@ -121,17 +119,6 @@ def leaks(folder: Path, rounds: int) -> Json:
                 "growth_mb": round(resident[-1] - resident[0], 1)}  # fmt: skip
 
 
-def against_padded(folder: Path, rounds: int) -> Json:
-    """612 tokens as two blocks and a tail, and the same cache padded to 768 tokens, as three full blocks."""
-    spec = smollm2_layers(30)
-    with saved_agent(folder / "612", spec, 612) as tail, saved_agent(folder / "768", spec, 768) as padded:
-        kept = {612: tail, 768: padded}
-        ways = {n: partial(timed, partial(saved.restored, n)) for n, saved in kept.items()}
-        samples = take_turns(ways, rounds, warm_up=10)
-    return {"layers": 30, "blocks_ms": percentiles(samples[612]), "padded_ms": percentiles(samples[768]),
-            "ratio": ratios(samples[612], samples[768]), "bytes_ratio": round(612 / 768, 3)}  # fmt: skip
-
-
 def straight_line(n_bytes: Sequence[int], latencies_ms: Sequence[float]) -> Json:
     """Least squares over all cells, and the exponent that a power law would have (1 is linear)."""
     mb = np.array(n_bytes) / 1e6
@@ -161,7 +148,9 @@ TARGETS = {
     "floor: MB / GB/s, ms": "{floor:.3g}", "p50 / floor": "{floors:.1f}", "floor within the target": "{within}",
     "a copy needs, GB/s": "{needs:.0f}",
 }  # fmt: skip
-PERCENTILES = {"mean, ms": "{mean:.3g}", "p50": "{p50:.3g}", "p95": "{p95:.3g}", "p99": "{p99:.3g}", "n": "{n}"}
+STEPS = {
+    "step": "{name}", "mean, ms": "{mean:.3g}", "p50": "{p50:.3g}", "p95": "{p95:.3g}", "p99": "{p99:.3g}", "n": "{n}",
+}  # fmt: skip
 SUMMARY = (
     "From memory, as the seed measures, {in_ram} of its {n_in_ram} targets are met: p95 {most_in_ram:.3g} ms at 32 "
     "blocks of 48 layers, handed over.\n"
@@ -180,11 +169,6 @@ SCALING = (
     "{leak[rounds]} reconstructions of {leak[blocks]} blocks of {leak[layers]} layers ({leak[cell_mb]} MB each): the "
     "process held {resident} MB at the start, the quarters and the end; growth {leak[growth_mb]} MB."
 )
-PADDED = {"blocks_ms": "612 tokens: two blocks and a tail", "padded_ms": "768 tokens: padded"}
-PADDED_RATIO = (
-    "\n\nBlocks took {ratio:.3g} of the padded layout's time (median of {ratio[n]} pairs); the bytes are "
-    "{bytes_ratio:.2f} of its bytes."
-)
 ROUND_TRIP = (
     "\n\n{blocks} blocks of {layers} layers, {answer_tokens} tokens generated. The same tokens as without cache each "
     "time: {same_tokens}. Restored bytes, extracted again, equal to those of the run without cache: {exact}."
@@ -192,7 +176,6 @@ ROUND_TRIP = (
 
 
 def render(content: Json, results: Path) -> Report:
-    plot(content, results)
     cells, held = [_with_floor(cell) for cell in content["cells"]], _with_floor(content["gemma"][-1])
     by = {(cell["blocks"], cell["layers"]): cell for cell in cells}
     seeds = [_aimed(by[at], f"{at[0]} x {at[1]}", ms) for at, ms in TARGETS_MS.items() if at in by]
@@ -209,16 +192,15 @@ def render(content: Json, results: Path) -> Report:
     number = say(cells[-1], "{blocks} blocks of {layers} layers: p95 {reconstruct_ms[p95]:.0f} ms for {mb_whole} MB; "
                  "one copy of them {floor:.0f} ms")  # fmt: skip
     of_gemma = _aimed(held, f"32 x 48, Gemma 3 12B, {held['name']}", 5.0)
-    padded, trip = content["padded"], content["round_trip"]
+    trip = content["round_trip"]
     return Report("cache reconstruction", number, {
         "summary": say(known, SUMMARY),
         "targets": columns([*seeds, of_gemma], TARGETS),
         "from memory": columns(in_ram, FROM_MEMORY),
         "cells": columns(cells, OF_CELLS),
         "scaling": say(known, SCALING),
-        "round trip": _times("step", trip["ms"]) + say(trip, ROUND_TRIP),
+        "round trip": columns([{**ms, "name": name} for name, ms in trip["ms"].items()], STEPS) + say(trip, ROUND_TRIP),
         "turns": _turns(content["turns"]),
-        "padded": _times("layout", {name: padded[key] for key, name in PADDED.items()}) + say(padded, PADDED_RATIO),
     })  # fmt: skip
 
 
@@ -237,10 +219,6 @@ def _aimed(cell: Json, case: str, target_ms: float) -> Json:
     }  # fmt: skip
 
 
-def _times(head: str, found: Json) -> str:
-    return columns([{**ms, "name": name} for name, ms in found.items()], {head: "{name}", **PERCENTILES})
-
-
 def _turns(found: Json) -> str:
     head = (f"{found['agents']} agents of {found['tokens']} tokens", "all prepared, s", "last first token, s",
             f"last of {found['answer_tokens']} tokens, s", "n")  # fmt: skip
@@ -250,25 +228,6 @@ def _turns(found: Json) -> str:
     ]
     rows.append(("times as fast", "", found["first_speedup"], found["total_speedup"], ""))
     return f"{table(head, rows)}\n\nThe same tokens in all of them: {yes(found['same_tokens'])}."
-
-
-def plot(content: Json, results: Path) -> None:
-    cells, fit = sorted(content["cells"], key=lambda cell: cell["bytes"]), content["fit"]
-    mb = [cell["bytes"] / 1e6 for cell in cells]
-    title = f"on {content['machine']['device']}, from blocks in the page cache to the engine's caches"
-    with figure(content, results, "scaling", (7, 4.8), title=title) as axes:
-        for name, found in {"SmolLM2's heads": cells, "Gemma 3 12B": content["gemma"][-1:]}.items():
-            at = [cell["bytes"] / 1e6 for cell in found]
-            shown = {f"{name}, {part}": [cell["reconstruct_ms"][part] for cell in found] for part in ("p50", "p95")}
-            lines(axes, at, shown, ls="")
-        lines(axes, mb, {"fitted to p50": [fit["at_zero_ms"] + fit["ms_per_mb"] * one for one in mb]}, marker="")
-        copies = {"fresh memory": "fresh_copy_ms", "memory in use": "used_copy_ms", "all threads": "threads_copy_ms"}
-        shown = {f"copy: {name}": [cell[key]["p50"] for cell in cells] for name, key in copies.items()}
-        lines(axes, mb, shown, marker="", ls="--")
-        at = {(cell["blocks"], cell["layers"]): cell["bytes"] / 1e6 for cell in cells}
-        targets = [(at[cell], ms) for cell, ms in TARGETS_MS.items() if cell in at]
-        axes.plot(*zip(*targets, strict=True), "kx", label="the seed's targets (p95)")
-        axes.set(xscale="log", yscale="log", xlabel="MB of cache", ylabel="ms")
 
 
 if __name__ == "__main__":

@@ -197,39 +197,17 @@ def _summary(content: Json) -> str:
 
 
 def _answers(content: Json) -> str:
-    """How many answers are equal, how many differ and why, with an example of each cause."""
-    rows, examples = [], []
+    """How many answers are equal, and how many differ for which cause."""
+    rows = []
     parts = {"turns": [one["answers"] for one in content["repeats"]]}
     parts |= {name: [content[name]["answers"]] for name in ("fleet", "backlog")}
     for what, compared in parts.items():
         for name in compared[0]:
-            others = [other for one in compared for other in one[name]["others"]]
-            equal, causes = sum(one[name]["equal"] for one in compared), Counter(one["cause"] for one in others)
+            causes = Counter(other["cause"] for one in compared for other in one[name]["others"])
+            equal = sum(one[name]["equal"] for one in compared)
             told = "; ".join(f"{n}: {cause}" for cause, n in causes.items()) or "none"
-            rows.append((f"{name}, {what}", equal + len(others), equal, told))
-            for cause in causes:
-                proved = [one for one in others if one["cause"] == cause and "margins" in one]
-                examples += [_example(name, proved)] if proved else []
-    return "\n".join([table(("peer", "answers", "equal", "different"), rows), "", *examples]).rstrip()
-
-
-def _example(name: str, proved: list[Json]) -> str:
-    """The first of some answers that differ for one cause."""
-    one = proved[0]
-    at = f"{one['agent']}, turn {one['turn']}" if "agent" in one else f"job {one['job']} of backlog {one['backlog']}"
-    margins = [margin for other in proved for margin in other["margins"]]
-    most = "none that gives them was found" if None in margins else f"{max(margins):.1g}"
-    told = (
-        f"* {name}, {one['cause']} ({len(proved)}): logits apart where a run was left, at most: {most}. The first: {at}"
-    )
-    if "pieces" not in one:
-        return f"{told}."
-    mine, other = ("`" + "|".join(map(_shown, pieces)) + "`" for pieces in one["pieces"])
-    return f"{told}, where prompts of {one['lengths'][0]} and {one['lengths'][1]} tokens part: {mine}, {other}."
-
-
-def _shown(piece: str) -> str:
-    return piece.replace("\n", "\\n").replace("`", "'").replace("|", "¦")
+            rows.append((f"{name}, {what}", equal + causes.total(), equal, told))
+    return table(("peer", "answers", "equal", "different"), rows)
 
 
 if __name__ == "__main__":

@@ -81,8 +81,6 @@ MET: list[tuple[str, str, str, Holds]] = [
     (EXP_004, "reload < 10 ms", "small_cache", lambda content: content["durable_reload_ms"]["median"] < 10),
     (EXP_006, "latency linear in blocks x layers", "exp_006", says("latency_is_linear_in_bytes")),
     (EXP_006, "no memory leaks", "exp_006", says("no_leak")),
-    (EXP_006, "faster than padded", "exp_006", lambda content: content["padded"]["ratio"]["median"] < 1),
-    (EXP_006, "blocks 20 % faster than padded", "exp_006", lambda content: content["padded"]["ratio"]["median"] <= 0.8),
     (
         EXP_006,
         "from cache faster than direct > 256 tokens",
