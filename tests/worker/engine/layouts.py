@@ -1,6 +1,7 @@
 """Tiny models, each with an engine and the reference: the base of every exactness test of the engine."""
 
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from tests.worker.engine.tiny_models import VOCABULARY, WIDE_HEADS, make_model
@@ -121,6 +122,18 @@ def finish(engine, uids, after_step=lambda: None):
         done |= {end.uid: end for end in (*engine.step(), *(after_step() or ()))}
     engine.close()
     return [done[uid] for uid in uids]
+
+
+def breaks_at(real, *places):
+    """`real`, except that these of its calls raise, as where there is no memory."""
+    calls = count(1)
+
+    def call(*args):
+        if next(calls) in places:
+            raise RuntimeError("[malloc] unable to allocate")
+        return real(*args)
+
+    return call
 
 
 def assert_right(layout, works, done):

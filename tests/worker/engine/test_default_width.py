@@ -18,8 +18,11 @@ def chosen(kv_bytes):
     return default_max_batch(QWEN3_4B, kv_bytes=kv_bytes, prefill_tokens=1024)
 
 
-def test_a_full_tile_of_rows_runs_at_once():
+def test_a_full_tile_of_rows_runs_at_once_unless_there_is_no_room_for_one_long_sequence():
     assert chosen(1 << 40) == MaxBatch(32, "the default")
+    unknown = ModelCacheSpec((LayerSpec(LayerKind.UNKNOWN),), "float32")  # its size sets no limit
+    assert default_max_batch(unknown, kv_bytes=1 << 30, prefill_tokens=256).jobs == 32
+    assert chosen(1 << 20).jobs == 1
 
 
 @pytest.mark.parametrize("gigabytes", [2, 4])
@@ -28,15 +31,6 @@ def test_less_memory_holds_fewer_jobs(gigabytes):
     assert found.jobs * 1024 * TOKEN_BYTES <= gigabytes << 30
     assert found.jobs >= (gigabytes << 30) // (1024 * TOKEN_BYTES) // 2
     assert found.why == f"KV memory for {found.jobs} sequences of 1024 tokens"
-
-
-def test_a_worker_without_room_for_one_long_sequence_takes_one_job_at_a_time():
-    assert chosen(1 << 20).jobs == 1
-
-
-def test_a_cache_of_unknown_size_sets_no_limit():
-    unknown = ModelCacheSpec((LayerSpec(LayerKind.UNKNOWN),), "float32")
-    assert default_max_batch(unknown, kv_bytes=1 << 30, prefill_tokens=256).jobs == 32
 
 
 @pytest.mark.mlx

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from stoker_worker.ports.model import Batching
 
 pytestmark = pytest.mark.mlx
 
-MODES = [("llama", Batching.ROWS), ("gemma3_text", Batching.ROWS), ("llama", Batching.BATCHED), ("llama", None)]
+MODES = [("llama", Batching.ROWS), ("llama", Batching.BATCHED), ("llama", None)]
 
 
 class Chain:
@@ -63,8 +64,8 @@ def follows(guide, ids):
     return all(token in guide.allowed(ids[:n]) for n, token in enumerate(ids))
 
 
-def engine_of(layout, batching, **kwargs):
-    return layout.engine(batching=batching or Batching.ONE_AT_A_TIME, **kwargs)
+def engine_of(layout, batching, max_batch=4):
+    return layout.engine(batching=batching or Batching.ONE_AT_A_TIME, max_batch=max_batch if batching else 1)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def layouts():
     return {name: Layout(name) for name in ("llama", "gemma3_text")}
 
 
-@pytest.mark.parametrize(("name", "batching"), MODES)
+@pytest.mark.parametrize(("name", "batching"), [*MODES, ("gemma3_text", Batching.ROWS)])
 def test_guided_rows_obey_and_plain_rows_answer_as_alone(layouts, name, batching):
     layout, rng = layouts[name], random.Random(1)
     ways = [{}, {"temperature": 1.5}, {"temperature": 0.7, "top_p": 0.9, "logprobs": True, "top_logprobs": 8}]
@@ -81,7 +82,7 @@ def test_guided_rows_obey_and_plain_rows_answer_as_alone(layouts, name, batching
     alone = [run(engine_of(layout, batching), [one])[0] for one in plain]
     works = [*guided, *plain]
     for max_batch in (1, 8):
-        done = run(engine_of(layout, batching, max_batch=max_batch if batching else 1), works)
+        done = run(engine_of(layout, batching, max_batch), works)
         for one, end in zip(guided, done, strict=False):
             assert end.ended_by == "eos"
             assert len(end.generated_ids) == 21
@@ -98,19 +99,17 @@ def test_guided_rows_that_are_preempted_or_whose_step_breaks_go_on_exactly(layou
     layout, rng = layouts[name], random.Random(2)
     works = [guided_work(rng, n, temperature=0.8 * (n % 2)) for n in range(4)]
     plain = [run(engine_of(layout, batching), [one])[0].generated_ids for one in works]
-    engine = engine_of(layout, batching, max_batch=3 if batching else 1)
-    uids, done, steps = [engine.submit(one) for one in works], {}, 0
+    engine, steps = engine_of(layout, batching, 3), count(2)
     real = engine._generator.next
-    while engine.in_flight:
-        steps += 1
-        if steps in (15, 40):
+
+    def trouble():
+        if next(steps) in (15, 40):
             monkeypatch.setattr(engine._generator, "next", _breaks_after(engine._generator.next))
-        done |= {end.uid: end for end in engine.step()}
-        if rng.random() < 0.2 and (in_batch := list(engine._scheduler.in_batch())):
-            done |= {end.uid: end for end in engine._preempt(rng.choice(in_batch))}
+        in_batch = list(engine._scheduler.in_batch())
+        return engine._preempt(rng.choice(in_batch)) if in_batch and rng.random() < 0.2 else ()
+
+    assert [end.generated_ids for end in run(engine, works, trouble)] == plain
     assert engine._generator.next != real
-    assert [done[uid].generated_ids for uid in uids] == plain
-    engine.close()
 
 
 def _breaks_after(step):
@@ -129,8 +128,7 @@ def test_a_guide_that_fails_fails_its_row_alone(layouts, name, batching, raises)
     alone = [run(engine_of(layout, batching), [one])[0].generated_ids for one in beside]
     for fails_at in (0, 1, 7):
         guide = Chain(9, fails_at=fails_at, raises=raises)
-        max_batch = 4 if batching else 1
-        failed, *done = run(engine_of(layout, batching, max_batch=max_batch), [guided_work(rng, 9, guide), *beside])
+        failed, *done = run(engine_of(layout, batching), [guided_work(rng, 9, guide), *beside])
         assert failed.outcome == "failed"
         assert isinstance(failed.error, GuideRefused)
         assert not isinstance(failed.error, EngineFailed)
@@ -141,14 +139,13 @@ def test_a_guide_that_fails_fails_its_row_alone(layouts, name, batching, raises)
 def test_an_answer_that_is_whole_does_not_fail_because_its_guide_cannot_go_on(layouts, name, batching):
     """Its last token is fed after a preemption, and its guide asked once more."""
     engine = engine_of(layouts[name], batching)
-    engine.submit(guided_work(random.Random(4), 9, Chain(9, fails_at=5), max_tokens=5))
-    ended = []
-    while engine.in_flight:
-        ended += engine.step()
-        for sequence in [one for one in engine._scheduler.in_batch() if len(one.generated) == 4]:
-            ended += engine._preempt(sequence)
-    engine.close()
-    assert [(end.outcome, end.ended_by, len(end.generated_ids)) for end in ended] == [("finished", "length", 5)]
+
+    def preempt():
+        sequences = [one for one in engine._scheduler.in_batch() if len(one.generated) == 4]
+        return [end for one in sequences for end in engine._preempt(one)]
+
+    (end,) = run(engine, [guided_work(random.Random(4), 9, Chain(9, fails_at=5), max_tokens=5)], preempt)
+    assert (end.outcome, end.ended_by, len(end.generated_ids)) == ("finished", "length", 5)
 
 
 def test_where_all_that_a_guide_allows_is_forbidden_elsewhere_its_tokens_come_all_the_same():

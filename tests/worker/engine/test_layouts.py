@@ -19,22 +19,6 @@ def layout(request):
     return Layout(request.param)
 
 
-@pytest.mark.parametrize("batching", Batching)
-def test_a_turn_that_continues_the_last_one_answers_as_uncached(layout, batching):
-    if batching == Batching.ROWS != layout.batching:
-        pytest.skip("without full attention there are no rows")
-    rng = random.Random(2)
-    first = [work(random_ids(rng, n), 5) for n in (300, 40, 249, 130)]
-    second = []
-    for one, done in zip(first, run(layout.engine(batching=batching), first), strict=True):
-        ids = (*one.prompt_ids, *done.generated_ids, *random_ids(rng, rng.randint(1, 90)))
-        n_cached = len(one.prompt_ids) + len(done.generated_ids)
-        second.append(work(ids, 9, prefix_of(done.cache, n_cached)))
-    second.append(work(random_ids(rng, 20), 9))  # a cold sequence among the restored ones
-    for one, done in zip(second, run(layout.engine(prefill_tokens=32, batching=batching), second), strict=True):
-        assert list(done.generated_ids) == layout.alone(one.prompt_ids, 9)
-
-
 def test_snapshots_have_the_layers_and_positions_of_the_spec(layout):
     rng = random.Random(4)
     (done,) = run(layout.engine(prefill_tokens=50), [work(random_ids(rng, 300), 6)])
@@ -48,7 +32,7 @@ def test_snapshots_have_the_layers_and_positions_of_the_spec(layout):
 
 
 @pytest.mark.parametrize("batching", Batching)
-def test_a_prompt_goes_on_from_a_checkpoint_of_another_prompt_as_uncached(layout, batching):
+def test_turns_and_prompts_that_go_on_from_the_end_or_a_checkpoint_of_another_answer_as_uncached(layout, batching):
     if batching == Batching.ROWS != layout.batching:
         pytest.skip("without full attention there are no rows")
     rng = random.Random(7)
@@ -63,8 +47,11 @@ def test_a_prompt_goes_on_from_a_checkpoint_of_another_prompt_as_uncached(layout
         assert [one.n_tokens for one in done.cache.snapshots] == own
         for n in taken:
             second.append(work((*ids[:n], *random_ids(rng, 30)), 6, prefix_of(done.cache, n)))
-    for one, done in zip(second, run(layout.engine(batching=batching), second), strict=True):
-        assert done.cached_tokens == one.prefix.n_tokens
+        ids = (*ids, *done.generated_ids)
+        second.append(work((*ids, *random_ids(rng, rng.randint(1, 90))), 6, prefix_of(done.cache, len(ids))))
+    second.append(work(random_ids(rng, 20), 6))  # a cold sequence among the restored ones
+    for one, done in zip(second, run(layout.engine(prefill_tokens=32, batching=batching), second), strict=True):
+        assert done.cached_tokens == (one.prefix.n_tokens if one.prefix else 0)
         assert list(done.generated_ids) == layout.alone(one.prompt_ids, 6)
 
 

@@ -4,6 +4,7 @@ import itertools
 import json
 import logging
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.worker.engine.layouts import Layout
@@ -21,7 +22,7 @@ def proof_of(layout, max_batch=8, most_s=1e6, **more):
     return prove(layout.model, layout.loaded, max_batch=max_batch, most_s=most_s, **more)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("qwen2", "qwen3")])  # as llama
 def test_a_model_that_is_right_in_a_batch_is_batched(name):
     layout = Layout(name)
     verdict = proof_of(layout)
@@ -34,9 +35,7 @@ def test_a_narrow_worker_proves_only_the_widths_it_runs(max_batch):
     assert proof_of(Layout("gemma3_text"), max_batch).mode == WIDEST
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kv_bits"), [("bfloat16", None), ("float16", None), ("float32", 8), ("bfloat16", 8), ("float16", 8)]
-)
+@pytest.mark.parametrize(("dtype", "kv_bits"), [("bfloat16", None), ("bfloat16", 8), ("float16", 8)])
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2", "falcon_h1"])
 @pytest.mark.slow
 def test_rounding_is_no_fault(name, dtype, kv_bits):
@@ -49,38 +48,50 @@ def test_a_fault_in_8_bits_is_not_taken_for_rounding(monkeypatch):
     assert proof_of(layout).mode.batching == Batching.ONE_AT_A_TIME
 
 
-def test_a_model_that_is_wrong_in_rows_is_batched_by_mlx_lm(monkeypatch):
-    from stoker_worker.engine.rows.attention import StepCache
-
-    monkeypatch.setattr(StepCache, "offset", property(lambda cache: cache._step.offset + 1))
-    verdict = proof_of(Layout("llama"))
-    assert verdict.mode == ServingMode(Batching.BATCHED)
-    assert "in rows: a sequence of" in verdict.why[0]
+def wrong_position(attention, patch):
+    patch.setattr(attention.StepCache, "offset", property(lambda cache: cache._step.offset + 1))
 
 
-def test_a_second_group_of_rows_that_gets_the_first_ones_queries_is_noticed(monkeypatch):
-    from stoker_worker.engine.rows import attention
-
+def queries_of_the_first_group_of_rows(attention, patch):
     def of_the_first(queries, part):
         if part.first and not part.is_chunk:
             part = replace(part, first=0, last=part.last - part.first)
         return of_part(queries, part)
 
     of_part = attention._of_part
-    monkeypatch.setattr(attention, "_of_part", of_the_first)
-    assert proof_of(Layout("llama")).mode == ServingMode(Batching.BATCHED)
+    patch.setattr(attention, "_of_part", of_the_first)
 
 
-def test_a_second_group_of_rows_without_its_mask_is_noticed(monkeypatch):
-    from stoker_worker.engine.rows.attention import Step
-
+def second_group_of_rows_without_its_mask(attention, patch):
     def unmasked(step, sizes):
         begin(step, sizes)
         step.parts[1:] = [replace(part, mask=None) for part in step.parts[1:]]
 
-    begin = Step.begin
-    monkeypatch.setattr(Step, "begin", unmasked)
-    assert proof_of(Layout("llama")).mode == ServingMode(Batching.BATCHED)
+    begin = attention.Step.begin
+    patch.setattr(attention.Step, "begin", unmasked)
+
+
+def wrong_after_a_common_beginning(attention, patch):
+    after = attention.attention_after
+    patch.setattr(attention, "attention_after", lambda *args, **options: 1.1 * after(*args, **options))
+
+
+IN_ROWS = (
+    wrong_position,
+    queries_of_the_first_group_of_rows,
+    second_group_of_rows_without_its_mask,
+    wrong_after_a_common_beginning,
+)
+
+
+@pytest.mark.parametrize("fault", IN_ROWS)
+def test_a_model_that_is_wrong_in_rows_is_batched_by_mlx_lm(fault, monkeypatch):
+    from stoker_worker.engine.rows import attention
+
+    fault(attention, monkeypatch)
+    verdict = proof_of(Layout("llama"))
+    assert verdict.mode == ServingMode(Batching.BATCHED)
+    assert "in rows: a sequence of" in verdict.why[0]
 
 
 def test_caches_that_mlx_lm_cannot_batch_run_one_at_a_time_without_memory():
@@ -202,8 +213,7 @@ def changed(monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("max_batch", [2, 8])
-@pytest.mark.parametrize(("size", "count"), [(4, 4), (8, 8), (32, 8), (7, 3), (3, 20)])
+@pytest.mark.parametrize(("size", "count", "max_batch"), [(4, 4, 2), (32, 8, 8), (3, 20, 8)])
 def test_a_sparse_budget_that_is_a_product_of_two_numbers_is_crossed(size, count, max_batch, changed):
     specimen = changed("minimax_m3_vl", index_block_size=size, index_topk_blocks=count)
     assert proof_of(specimen, max_batch).mode.batching == Batching.ONE_AT_A_TIME
@@ -234,16 +244,7 @@ def test_the_time_for_a_window_follows_from_a_prefill_as_long_and_not_from_many_
     assert proof_of(layout, most_s=5.0).why == ()
 
 
-# --- common beginnings and drafts ---
-
-
-def test_attention_after_a_common_beginning_is_tried(monkeypatch):
-    from stoker_worker.engine.rows import attention
-
-    after = attention.attention_after
-    monkeypatch.setattr(attention, "attention_after", lambda *args, **options: 1.1 * after(*args, **options))
-    verdict = proof_of(Layout("llama"))
-    assert verdict.mode == ServingMode(Batching.BATCHED)
+# --- drafts ---
 
 
 @pytest.mark.parametrize("draft_ngram", [False, True])
@@ -284,20 +285,16 @@ def test_only_the_first_start_proves_also_when_it_had_no_time_for_everything(ver
     assert verdicts.proofs == 1
 
 
-@pytest.mark.parametrize("other", [{"fingerprint": "g"}, {"max_batch": 4}, {"device": "gpu"}, {"draft_ngram": True}])
-def test_another_model_batch_or_device_and_drafts_get_their_own_proof(verdicts, other):
-    verdicts.of()
-    verdicts.of(**other)
-    assert verdicts.proofs == 2
-
-
-def test_another_version_gets_its_own_proof(verdicts, monkeypatch):
+def test_another_model_batch_device_or_version_and_drafts_get_their_own_proof(verdicts, monkeypatch):
     from stoker_worker.engine import proof
 
-    verdicts.of()
+    ways: list[dict[str, Any]] = [{}, {"fingerprint": "g"}, {"max_batch": 4}, {"device": "gpu"}, {"draft_ngram": True}]
+    for n_proofs, how in enumerate(ways, start=1):
+        verdicts.of(**how)
+        assert verdicts.proofs == n_proofs
     monkeypatch.setattr(proof, "version", lambda name: "99")
     verdicts.of()
-    assert verdicts.proofs == 2
+    assert verdicts.proofs == 6
 
 
 @pytest.mark.parametrize(
@@ -311,12 +308,14 @@ def test_a_damaged_memory_of_verdicts_costs_a_proof_and_nothing_else(verdicts, d
     assert verdicts.proofs == 2
 
 
-@pytest.mark.parametrize(("error", "is_remembered"), [(RuntimeError("[malloc]"), False), (ValueError("shapes"), True)])
 @pytest.mark.parametrize(
-    ("fails_above", "mode"),
-    [(1, ServingMode(Batching.ONE_AT_A_TIME)), (0, ServingMode(Batching.AS_MLX_LM, memory=False))],
+    ("error", "is_remembered", "fails_above", "mode"),
+    [
+        (RuntimeError("[malloc]"), False, 1, ServingMode(Batching.ONE_AT_A_TIME)),
+        (ValueError("shapes"), True, 0, ServingMode(Batching.AS_MLX_LM, memory=False)),
+    ],
 )
-def test_only_a_permanent_failure_is_remembered(tmp_path, monkeypatch, fails_above, mode, error, is_remembered):
+def test_only_a_permanent_failure_is_remembered(tmp_path, monkeypatch, error, is_remembered, fails_above, mode):
     from stoker_worker.engine.proof import remembered_or_proved
 
     def is_wrong(sequences, tokens):

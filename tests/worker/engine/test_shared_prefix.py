@@ -91,14 +91,6 @@ def test_a_long_memory_is_not_copied_for_a_short_beginning(layout):
     assert_right(layout, works, finish(engine, uids))
 
 
-def test_restored_sequences_that_are_all_beginning_are_right(layout):
-    system = random_ids(random.Random(4), SYSTEM)
-    (whole,) = run(layout.engine(), [sharing(system, 2)])
-    works = [sharing([*system, n], 9, prefix_of(whole.cache, SYSTEM)) for n in range(4)]
-    done, _, _ = watched(layout.engine(max_batch=4), works)
-    assert_right(layout, works, done)
-
-
 def test_saved_caches_are_whole(layout):
     works = crowd(random.Random(5))
     ended = run(layout.engine(max_batch=N), works)
@@ -156,23 +148,16 @@ def test_the_last_one_of_a_long_beginning_gives_it_back_when_it_needs_the_memory
     assert has_shared
 
 
-def test_sequences_that_begin_alike_for_longer_or_less_long_are_right(layout):
+def test_sequences_of_two_beginnings_that_begin_alike_for_longer_or_less_long_are_right(layout):
     rng = random.Random(7)
-    system = random_ids(rng, 900)
+    systems = [random_ids(rng, 900), random_ids(rng, 320)]
     cuts = (900, 900, 700, 330, 640, 898, 320, 100)
-    works = [sharing([*system[:cut], *random_ids(rng, rng.randint(1, 70))], 15) for cut in cuts]
-    done, most_bytes, _ = watched(layout.engine(max_batch=8, prefill_tokens=200), works)
+    works = [sharing([*systems[0][:cut], *random_ids(rng, rng.randint(1, 70))], 15) for cut in cuts]
+    works += [sharing([*systems[1], *random_ids(rng, n)], 15) for n in (30, 1)]
+    done, most_bytes, widest = watched(layout.engine(max_batch=10, prefill_tokens=200), works)
     assert_right(layout, works, done)
+    assert widest == 10
     assert most_bytes < sum(cuts) * layout.spec.bytes_per_token
-
-
-def test_sequences_of_two_beginnings_decode_side_by_side(layout):
-    rng = random.Random(10)
-    systems = [random_ids(rng, 320), random_ids(rng, 320)]
-    works = [sharing([*systems[n % 2], *random_ids(rng, 30)], 12) for n in range(6)]
-    done, _, widest = watched(layout.engine(max_batch=6), works)
-    assert_right(layout, works, done)
-    assert widest == 6
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "gemma", "olmo2", "minicpm3"])

@@ -95,13 +95,17 @@ def test_linux_without_a_library_gets_one_line_with_both_ways_to_one() -> None:
     assert "\n" not in advice
 
 
+@pytest.mark.parametrize("own", [None, "TBB"])
 def test_mkl_of_the_environment_is_taken_where_there_is_no_openblas(
-    linux: Path, loads: list[tuple[str, str | None]]
+    linux: Path, loads: list[tuple[str, str | None]], own: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the calling thread: MKL's other layers end the process at the first product if their library is missing."""
+    """In the calling thread: MKL's other layers end the process at the first product if their library is missing. An
+    operator's own setting is kept."""
+    if own:
+        monkeypatch.setenv("MKL_THREADING_LAYER", own)
     (linux / "libmkl_rt.so.3").touch()
     assert blas.preload_blas() == "libmkl_rt.so.3"
-    assert loads == [(str(linux / "libmkl_rt.so.3"), "SEQUENTIAL")]
+    assert loads == [(str(linux / "libmkl_rt.so.3"), own or "SEQUENTIAL")]
     assert blas.advice_without_blas() is None
 
 
@@ -112,12 +116,3 @@ def test_openblas_is_taken_before_mkl(
     monkeypatch.setattr(blas, "_OPENBLAS", (NO_BLAS, OPENBLAS))
     assert blas.preload_blas() == OPENBLAS
     assert loads == [(OPENBLAS, None)]
-
-
-def test_an_operators_own_setting_of_mkl_is_kept(
-    linux: Path, loads: list[tuple[str, str | None]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MKL_THREADING_LAYER", "TBB")
-    (linux / "libmkl_rt.so.3").touch()
-    blas.preload_blas()
-    assert [setting for _, setting in loads] == ["TBB"]

@@ -3,7 +3,6 @@
 import json
 import random
 import re
-from typing import Any
 
 import jsonschema
 import numpy as np
@@ -111,18 +110,14 @@ def test_every_end_of_the_model_is_allowed_where_the_answer_is_complete_also_one
     assert allowed(guide.after(None)) == sorted(wrapper.eos_token_ids)
 
 
-def same(mask: Any, other: Any) -> bool:
-    return np.array_equal(mask, other)
-
-
 def test_jobs_with_the_same_grammar_do_not_disturb_each_other():
     wrapper = byte_level()
     maker = GrammarGuides(wrapper, PLAIN_TEXT)
     one, other = (maker.guide_for(asked(**of_schema(SCHEMA)), ()) for _ in range(2))
     first = other.after(None)
     some_answer(one, wrapper, 1)
-    assert same(other.after(None), first)
-    assert same(maker.guide_for(asked(**of_schema(SCHEMA)), ()).after(None), first)
+    for guide in (other, maker.guide_for(asked(**of_schema(SCHEMA)), ())):
+        assert guide.after(None).tolist() == first.tolist()
 
 
 # --- tools ---
@@ -132,22 +127,6 @@ TOOLS = [
     {"type": "function", "function": {"name": "g"}},
     {"type": "function", "function": {"name": "h", "parameters": {"properties": {}}}},
 ]
-
-
-@pytest.mark.parametrize(
-    ("choice", "names"), [("required", {'f"é', "g", "h"}), ({"type": "function", "function": {"name": 'f"é'}}, {'f"é'})]
-)
-def test_a_required_call_names_a_tool_and_has_its_arguments(choice, names):
-    wrapper, found = byte_level(), set()
-    maker = GrammarGuides(wrapper, CALLS)
-    for seed in range(20):
-        text = some_answer(maker.guide_for(asked(tools=TOOLS, tool_choice=choice), ()), wrapper, seed)
-        assert text.startswith("<tool_call>")
-        assert text.endswith("</tool_call>")
-        call = json.loads(text[len("<tool_call>") : -len("</tool_call>")])
-        found.add(call["name"])
-        jsonschema.validate(call["arguments"], {"type": "object"} if call["name"] in "gh" else SCHEMA)
-    assert found == names
 
 
 @pytest.mark.parametrize(

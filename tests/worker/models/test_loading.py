@@ -1,18 +1,17 @@
 """Finding and loading a model: the refusals, exact float32, the loaded parts. Real SmolLM2 at the end."""
 
 import json
-import logging
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from tests.worker.models.tiny_gguf import metadata, random_weights, write_gguf
 
 from stoker_shared.errors import ModelNotLoadable
 from stoker_worker.models.device import memory_for_models, ram_bytes
 from stoker_worker.models.fingerprint import ModelFolder
+from stoker_worker.models.gguf import import_gguf
 from stoker_worker.models.loading import (
     CONTEXT_FALLBACK_TOKENS,
     _resolved_dtype,
@@ -39,11 +38,6 @@ def test_a_path_must_exist_and_is_never_looked_up_on_the_hub(
     assert "model" in refusal(model)
 
 
-def test_a_gguf_file_is_sent_to_the_import_command_whether_it_exists_or_not(tmp_path: Path) -> None:
-    assert "stoker-worker model import" in refusal("model.Q4_0.GGUF")
-    assert "stoker-worker model import" in refusal(str(tmp_path / "x.gguf"))
-
-
 @pytest.mark.parametrize("files", [[], ["config.json"], ["model.safetensors"]])
 def test_a_folder_that_is_no_model_is_refused_with_the_missing_part(tmp_path: Path, files: list[str]) -> None:
     for name in files:
@@ -52,6 +46,8 @@ def test_a_folder_that_is_no_model_is_refused_with_the_missing_part(tmp_path: Pa
 
 
 def test_a_file_and_a_name_that_is_neither_path_nor_repo_are_refused(tmp_path: Path) -> None:
+    assert "stoker-worker model import" in refusal("model.Q4_0.GGUF")
+    assert "stoker-worker model import" in refusal(str(tmp_path / "x.gguf"))
     (tmp_path / "weights.bin").write_text("")
     assert "is a file" in refusal(str(tmp_path / "weights.bin"))
     assert "neither a folder here nor" in refusal("just-a-name")
@@ -128,26 +124,6 @@ def test_the_context_length_comes_from_the_config(config: dict[str, Any], tokens
     assert context_tokens(config) == tokens
 
 
-def test_a_config_without_a_context_logs_the_assumed_one(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert context_tokens({}) == CONTEXT_FALLBACK_TOKENS
-    assert str(CONTEXT_FALLBACK_TOKENS) in caplog.text
-
-
-def test_modules_that_need_no_mlx_do_not_import_it() -> None:
-    names = (
-        "loading",
-        "tokenizer",
-        "fingerprint",
-        "gguf",
-        "blas",
-    )
-    heavy = {"mlx", "mlx_lm", "transformers", "tokenizers"}
-    lines = "; ".join(f"import stoker_worker.models.{name}" for name in names)
-    code = f"import sys; {lines}; sys.exit({heavy!r} & sys.modules.keys() or None)"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 @pytest.mark.mlx
 def test_auto_means_the_stored_dtype_on_a_gpu_and_float32_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     import mlx.core as mx
@@ -197,31 +173,35 @@ def test_smollm2_in_float32_has_exactly_the_stored_weights_and_describes_itself(
     assert memo.is_file()
 
 
-@pytest.mark.model
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """A tiny random model in half precision."""
+    ours, _ = random_weights(tied=True)
+    half = {name: array.astype(np.float16) for name, array in ours.items()}
+    import_gguf(write_gguf(tmp_path / "tiny.gguf", metadata(tokenizer__chat_template="t"), half), tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+@pytest.mark.mlx
 def test_a_layout_that_cannot_be_stored_is_reported_at_start(
-    smollm2: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     unknown = ModelCacheSpec((LayerSpec(LayerKind.UNKNOWN),), "float32")
     monkeypatch.setattr("stoker_worker.models.cache_probe.read_cache_spec", lambda *_: unknown)
-    load_model(str(smollm2), "native")
+    load_model(str(tiny), "native")
     assert "its agents have transcripts, but no cached tokens" in caplog.text
 
 
-@pytest.mark.model
-def test_the_identity_contains_the_dtype_and_no_path(
-    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.mlx
+def test_the_identity_contains_the_dtype_and_no_path(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import mlx.core as mx
 
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
-    copy = tmp_path / "smollm2"
-    shutil.copytree(smollm2, copy)
-    _, auto = load_model(str(smollm2), "auto")
-    _, float32 = load_model(str(copy), "float32")
-    _, native = load_model(str(copy), "native")
+    _, auto = load_model(str(tiny), "auto")
+    moved = tiny.rename(tiny.parent / "moved")
+    _, float32 = load_model(str(moved), "float32")
+    _, native = load_model(str(moved), "native")
 
     assert auto.fingerprint == float32.fingerprint != native.fingerprint
     assert native.spec.dtype == "float16"
-    template = json.loads((copy / "tokenizer_config.json").read_text())["chat_template"]
-    expected = ModelFolder(copy).tokenizer_fingerprint(template)
-    assert auto.tokenizer_fingerprint == native.tokenizer_fingerprint == expected
+    assert auto.tokenizer_fingerprint == native.tokenizer_fingerprint == ModelFolder(moved).tokenizer_fingerprint("t")

@@ -173,13 +173,7 @@ _CHAT = ("<|im_start|>", "<tool_call>", "</tool_call>")
 _THINK = ("<think>", "</think>")
 
 FAMILIES = {
-    "Qwen 2.5: keeps all": Family(
-        "json_tools",
-        _CHAT,
-        ("<|im_end|>", "<|im_end|>"),
-        _QWEN2,
-        _hermes,
-    ),
+    "Qwen 2.5: keeps all": Family("json_tools", _CHAT, ("<|im_end|>", "<|im_end|>"), _QWEN2, _hermes),
     "the same, calls written without spaces": Family(
         "json_tools",
         _CHAT,
