@@ -21,7 +21,7 @@ HAS_FAST_BLAS = BLAS is not None or sys.platform != "linux"
 
 from tests.support.model_fixture import smollm2  # noqa: E402, F401
 from tests.support.node_fixture import node_folder  # noqa: E402, F401
-from tests.support.real_model import make_engine, real_model  # noqa: E402, F401
+from tests.support.real_model import real_model  # noqa: E402, F401
 from tests.support.server_fixture import redis_server, redis_url, server_version  # noqa: E402, F401
 from tests.support.small_disk import small_disk  # noqa: E402, F401
 

@@ -23,10 +23,10 @@ AGENTS = {"Hello world": 500, "The quick brown fox": 4000, "Once upon a time": 1
 @pytest.mark.model
 @pytest.mark.fast_blas
 @pytest.mark.scheduled
-def test_single_agent_output_matches_reference(real_model, make_engine):
+def test_single_agent_output_matches_reference(real_model):
     """Sprint 2 plan: integration test 1, and the exit criterion that text matches the reference (greedy)."""
     ids = real_model.encode("The quick brown fox")
-    (done,) = run(make_engine(blocks=100), [real_model.work(ids, max_tokens=50)])
+    (done,) = run(real_model.engine(blocks=100), [real_model.work(ids, max_tokens=50)])
     reference = real_model.alone(ids, 50)
     assert list(done.generated_ids) == reference
     assert len(reference) == 50
@@ -37,14 +37,14 @@ def test_single_agent_output_matches_reference(real_model, make_engine):
 @pytest.mark.fast_blas
 @pytest.mark.scheduled
 @pytest.mark.timeout(0)
-def test_three_agents_variable_length_as_chat(real_model, make_engine):
+def test_three_agents_variable_length_as_chat(real_model):
     """Sprint 2 plan: integration test 2, with all of its tokens, each a message of a chat."""
     chats = [
         tuple(real_model.tokenizer.apply_chat_template([{"role": "user", "content": p}], add_generation_prompt=True))
         for p in AGENTS
     ]
     works = [real_model.work(chat, max_tokens=n) for chat, n in zip(chats, AGENTS.values(), strict=True)]
-    for completion, one in zip(run(make_engine(max_batch=3), works), works, strict=True):
+    for completion, one in zip(run(real_model.engine(max_batch=3), works), works, strict=True):
         assert (completion.outcome, completion.ended_by) in {("finished", "eos"), ("finished", "length")}
         assert completion.ended_by == "eos" or len(completion.generated_ids) == one.request.max_tokens
         assert behind_the_likeliest(real_model.network, one.prompt_ids, completion.generated_ids) < 1e-3

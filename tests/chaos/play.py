@@ -4,10 +4,8 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from tests.chaos.invariants import FollowUp
@@ -15,7 +13,6 @@ from tests.chaos.oracle import Oracle
 from tests.chaos.plan import PlannedJob
 from tests.chaos.storm import Breed, Losses, Storm
 from tests.chaos.traffic import Traffic
-from tests.support.dashboard_process import running_dashboard
 from tests.support.restarting_server import RestartingServer
 
 
@@ -48,8 +45,8 @@ def play(
     server = RestartingServer(folder / "redis")
     losses = Losses(server.port, random.Random(draw.random()))
     traffic = Traffic(losses.producers, jobs, random.Random(draw.random()), course.lasts_s)
-    with losses, _dashboard_where_there_is_one(server.url, folder) as page:
-        storm = Storm(breed, server, losses, traffic, draw, folder, dashboard=page)
+    with losses:
+        storm = Storm(breed, server, losses, traffic, draw, folder)
         try:
             traffic.start()
             storm.rage(course.n_kills)
@@ -71,12 +68,3 @@ def play(
     print(f"{len(sent)} deliveries, {in_doubt} in doubt; states of the id at each send: {dict(met)}")
     print(f"ends {aftermath.ends()}, {time.monotonic() - begin:.0f} s")
     return broken
-
-
-@contextmanager
-def _dashboard_where_there_is_one(redis_url: str, folder: Path) -> Iterator[str | None]:
-    if find_spec("rq_dashboard") is None:
-        yield None
-    else:
-        with running_dashboard(redis_url, folder / "dashboard.log") as page:
-            yield page

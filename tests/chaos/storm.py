@@ -17,7 +17,7 @@ from random import Random
 from typing import Any, Self
 
 from tests.chaos.plan import QUEUES
-from tests.chaos.redis_view import RedisView, by_dashboard, by_registries, by_rq_info
+from tests.chaos.redis_view import RedisView
 from tests.chaos.traffic import AWAY, ENDED, Traffic
 from tests.support.lossy_proxy import Exchange, LossyProxy
 from tests.support.restarting_server import RestartingServer
@@ -261,7 +261,6 @@ MOST_OFF_S = 1500.0  # far more than any lease but RQ's
 # The weight of each episode.
 EPISODES = {
     "kill": 30, "stop": 10, "stop_twice": 6, "sleep": 6, "deposed": 8, "redis": 7, "redis_and_worker": 4, "clock": 6,
-    "look": 4,
 }  # fmt: skip
 
 
@@ -280,12 +279,10 @@ class Episodes:
         random: Random,
         *,
         clock: Path,
-        dashboard: str | None,
     ) -> None:
         self._crew, self._server, self._traffic, self._view = crew, server, traffic, view
         self._random = random
         self._clock_file = clock
-        self._dashboard = dashboard
         self.uncounted_losses = 0
 
     def have(self, name: str) -> bool:
@@ -375,24 +372,6 @@ class Episodes:
         self._crew.replace()
         return True
 
-    def look(self) -> bool:
-        """The registries, `rq info` and the dashboard show the same numbers while nothing changes."""
-        if not self._traffic.deliveries:
-            return False
-        with self._traffic.pause:
-            self._crew.worker.signal(signal.SIGSTOP)
-            time.sleep(0.05)
-            so = by_registries(self._view.connection)
-            said = {"rq info": by_rq_info(self._server.url)}
-            if self._dashboard is not None:
-                said["dashboard"] = by_dashboard(self._dashboard)
-            if by_registries(self._view.connection) != so:
-                self._crew.problems.append("Redis changed while everything was paused, or by reading")
-            lies = [f"{who} shows {counts} instead of {so}" for who, counts in said.items() if counts != so]
-            self._crew.problems += lies
-            self._crew.worker.signal(signal.SIGCONT)
-        return True
-
     def clock(self) -> None:
         self.set_clock(self._random.uniform(-MOST_OFF_S, MOST_OFF_S))
 
@@ -427,8 +406,6 @@ class Storm:
         traffic: Traffic,
         random: Random,
         folder: Path,
-        *,
-        dashboard: str | None,
     ) -> None:
         self._breed, self._traffic, self._losses, self._random = breed, traffic, losses, random
         self._begin = time.monotonic()
@@ -437,7 +414,7 @@ class Storm:
         clock.write_text("0")
         hooks = {"seen": str(self.seen), "clock": str(clock)}
         self.crew = Crew(breed, losses.workers, self._view, folder, hooks)
-        self._episodes = Episodes(self.crew, server, traffic, self._view, random, clock=clock, dashboard=dashboard)
+        self._episodes = Episodes(self.crew, server, traffic, self._view, random, clock=clock)
         self.counts: Counter[str] = Counter()
 
     @property

@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from redis import Redis
 from tests.support.forked_worker import ForkedWorker
@@ -55,13 +56,13 @@ class Macs:
     def store(self, n: int) -> Path:
         return self._folder / f"store-{n}"
 
-    def _start(self, n: int) -> ForkedWorker:
+    def _start(self, n: int, hooks: Mapping[str, Any] | None = None) -> ForkedWorker:
         self._n_started += 1
         options = ["--redis", self._redis_url, "--store", str(self.store(n)), "--name", f"mac{n}", "--max-batch", "8"]
         log = self._folder / f"worker-{n}-{self._n_started}.log"
         options += ["--engine", "scripted", "--scripted-steps-per-s", "400", *self._arguments]
         options += self._each[n % len(self._each)]
-        return fork_server().run(["run", *options], log, env=self._env)
+        return fork_server().run(["run", *options], log, env=self._env, hooks=hooks)
 
     def logs(self) -> str:
         return "\n".join(path.read_text() for path in sorted(self._folder.glob("worker-*.log")))
@@ -75,8 +76,9 @@ class Macs:
         self.see_to_all()
         return all("ready: model" in worker.log for worker in self.workers.values())
 
-    def replace(self, n: int) -> None:
-        self.workers[n] = self._start(n)
+    def replace(self, n: int, **hooks: Any) -> None:
+        """`hooks`: of tests/chaos/hooks.py."""
+        self.workers[n] = self._start(n, hooks)
 
     def see_to_all(self) -> None:
         """Replace those that left by themselves: on a busy machine a lease of a second can be lost, and a worker that

@@ -1,11 +1,10 @@
 """Two workers with a model each: jobs begin with the cheaper one, go on to the dearer one, and trust follows."""
 
 import json
-import signal
 
 import pytest
+from tests.end_to_end.macs import Macs
 from tests.support.wait import wait_for
-from tests.support.worker_process import fork_server
 
 from stoker import InvalidRequest, NobodyServes, Producer
 from stoker.batch.feeding import Feeder, ModelChoice
@@ -22,18 +21,12 @@ BOTH = ["small", "large"]
 
 @pytest.fixture
 def workers(redis_url, tmp_path, producer):
-    started = []
-    for model in BOTH:
-        options = ["--redis", redis_url, "--store", str(tmp_path / model), "--name", model]
-        options += ["--queues", f"q-{model}", "--model", model, "--scripted-steps-per-s", "2000"]
-        short = {"STOKER_POLL_S": "0.01", "STOKER_HEARTBEAT_S": "0.2"}
-        log = tmp_path / f"{model}.log"
-        started.append(fork_server().run(["run", "--engine", "scripted", *options], log, env=short))
+    each = [("--queues", f"q-{model}", "--model", model) for model in BOTH]
+    calm = {"STOKER_LEASE_TTL_S": "30", "STOKER_POLL_S": "0.01"}
+    crew = Macs(redis_url, tmp_path, 2, "--scripted-steps-per-s", "2000", each=each, env=calm)
     wait_for(lambda: {worker.model for worker in producer.workers()} == set(BOTH))
     yield
-    for worker in started:
-        worker.signal(signal.SIGTERM)
-    assert [worker.wait() for worker in started] == [0, 0]
+    crew.end()
 
 
 def attempts(result):

@@ -98,6 +98,7 @@ def rage(crew: Macs, share: Share, traffic: Traffic, chance: random.Random) -> N
 
 
 @pytest.mark.timeout(3600 if LONG else 180)
+@pytest.mark.parametrize("share", ["folder", "bucket"] if LONG else ["bucket"], indirect=True)
 def test_no_conversation_is_lost_and_no_version_made_twice_whatever_happens(
     share: Share, producer, redis_url, connection, tmp_path
 ):

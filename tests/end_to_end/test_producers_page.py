@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from rq import Queue
 from tests.support.worker_process import running_worker
 
 pytestmark = pytest.mark.server
@@ -94,29 +93,6 @@ def test_the_client_commands_of_the_readme_and_the_memory_page_run(run, worker, 
     worker.signal(signal.SIGTERM)
     assert worker.wait() == 0
     assert "reviewer" in run(["bash", "-eu", "-o", "pipefail"], on_the_machine)
-
-
-def test_a_stock_rq_workers_job_runs_after_a_result_and_after_a_failure(worker, redis_url, connection, run, tmp_path):
-    (tmp_path / "my_reports.py").write_text(
-        "from stoker import Producer\n"
-        "def send(job_id):\n"
-        f"    return [job_id, Producer({redis_url!r}).ticket(job_id).status().state]\n"
-    )
-    plain_rq, reports = [block for block in blocks(PAGE, "python") if "Queue(" in block]
-    script = plain_rq + reports + "print(job.id)"
-    ids = [run([sys.executable], script.replace("Hello", prompt)).split()[-1] for prompt in ("Hello", "fail so")]
-    reports_queue = Queue("reports", connection=connection)
-    worker.wait_for(lambda: reports_queue.count == 2)
-    stock = "from rq import Queue, SimpleWorker; from redis import Redis; "
-    stock += f"SimpleWorker(['reports'], connection=Redis.from_url({redis_url!r})).work(burst=True)"
-    run([sys.executable, "-c", stock], "")
-    ended = [
-        job.return_value()
-        for job in reports_queue.job_class.fetch_many(
-            reports_queue.finished_job_registry.get_job_ids(), connection=connection
-        )
-    ]
-    assert sorted(map(str, ended)) == sorted(map(str, [[ids[0], "finished"], [ids[1], "failed"]]))
 
 
 def test_the_javascript_runs(run, node_folder):

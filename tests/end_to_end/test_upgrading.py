@@ -7,8 +7,8 @@ from collections import defaultdict
 import pytest
 from rq import Queue
 from rq.serializers import JSONSerializer
+from tests.end_to_end.macs import Macs
 from tests.support.wait import wait_for
-from tests.support.worker_process import fork_server
 
 from stoker_shared.wire import REQUEST_VERSION, TASK_PATH
 
@@ -16,55 +16,17 @@ pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 pytest.importorskip("obstore")
 
-SHORT = {
-    "STOKER_HEARTBEAT_S": "0.2",
-    "STOKER_LEASE_TTL_S": "2",
-    "STOKER_RECOVER_S": "0.3",
-    "STOKER_POLL_S": "0.02",
-    "STOKER_KEEP_VERSIONS": "1000",
-}
 NEWER = REQUEST_VERSION + 1
 FOR_LONG = 100_000  # tokens: until it is stopped
 
 
-class Workers:
-    """By name, each with a store that stays; of the release, and with the model, that it was started with last."""
-
-    def __init__(self, redis_url, folder):
-        self._redis_url, self._folder = redis_url, folder
-        (folder / "shared").mkdir()
-        self._n_started = 0
-        self._workers = {}
-
-    def __getitem__(self, name):
-        return self._workers[name]
-
-    def start(self, name, **hooks):
-        self._n_started += 1
-        options = ["--redis", self._redis_url, "--store", str(self._folder / name), "--name", name]
-        options += ["--engine", "scripted", "--max-batch", "4", "--scripted-steps-per-s", "400"]
-        options += ["--shared-store", f"file://{self._folder / 'shared'}"]
-        log = self._folder / f"{name}-{self._n_started}.log"
-        self._workers[name] = fork_server().run(["run", *options], log, env=SHORT, hooks=hooks).wait_until_ready()
-
-    def drain(self, name):
-        self[name].signal(signal.SIGTERM)
-
-    def left(self, name):
-        assert self[name].wait(60) == 0, self[name].log
-
-    def end(self):
-        for name, worker in self._workers.items():
-            for _ in range(2):  # the second signal ends what runs
-                self.drain(name)
-            worker.wait(60)
-
-
 @pytest.fixture
-def workers(redis_url, tmp_path):
-    workers = Workers(redis_url, tmp_path)
-    yield workers
-    workers.end()
+def crew(redis_url, tmp_path):
+    (tmp_path / "shared").mkdir()
+    options = ("--max-batch", "4", "--shared-store", f"file://{tmp_path / 'shared'}")
+    crew = Macs(redis_url, tmp_path, 2, *options, env={"STOKER_LEASE_TTL_S": "2", "STOKER_GRACE_S": "60"})
+    yield crew
+    crew.end()
 
 
 class Load:
@@ -113,32 +75,28 @@ def load(producer, connection):
     return Load(producer, connection)
 
 
-def until(condition, workers):
-    wait_for(condition, 60, lambda: "\n".join(workers[name].log for name in ("mac1", "mac2")))
-
-
-def test_two_workers_are_upgraded_under_load(producer, workers, load):
+def test_two_workers_are_upgraded_under_load(producer, crew, load):
     agents = [f"{context} {n}" for n in range(8) for context in ("full", "append")]
-    for name in ("mac1", "mac2"):
-        workers.start(name)
+    crew.wait_until_ready()
     long = producer.submit(agent_id="long", prompt="for long", max_tokens=FOR_LONG)
-    until(lambda: long.status().state == "started", workers)
-    first, second = ("mac1", "mac2") if "mac1" in long.status().worker else ("mac2", "mac1")
+    wait_for(lambda: long.status().state == "started", 60, crew.logs)
+    first, second = (0, 1) if "mac0" in long.status().worker else (1, 0)
     load.submit(*agents * 4, None, None)
 
-    workers.drain(first)
+    crew.workers[first].signal(signal.SIGTERM)
     load.submit(*agents)
-    until(lambda: "moved_from=" in workers[second].log, workers)
-    assert workers[first].returncode is None  # its agents go on before it has left
+    wait_for(lambda: "moved_from=" in crew.workers[second].log, 60, crew.logs)
+    assert crew.workers[first].returncode is None  # its agents go on before it has left
     long.cancel()
-    workers.left(first)
+    assert crew.workers[first].wait(60) == 0, crew.logs()
     load.submit(*agents)
 
-    workers.start(first, reads=NEWER)
-    workers.drain(second)
+    crew.replace(first, reads=NEWER)
+    crew.workers[first].wait_until_ready()
+    crew.workers[second].signal(signal.SIGTERM)
     load.submit(*agents)
-    workers.left(second)
+    assert crew.workers[second].wait(60) == 0, crew.logs()
     load.submit(*agents, None, v=NEWER)  # producers are upgraded when all workers are
-    workers.start(second, reads=NEWER)
+    crew.replace(second, reads=NEWER)
     load.submit(*agents, None, v=NEWER)
     load.check()

@@ -3,15 +3,14 @@
 Owns the loaded model: one for all tests of a process.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stoker_shared import build_request
-from stoker_worker.ports import GenerationWork, LoadedModel, SequenceCache
+from stoker_worker.ports import GenerationWork, LoadedModel
 
 
 class RealModel:
@@ -27,7 +26,7 @@ class RealModel:
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.loaded.tokenizer.encode(text, special_start=True))
 
-    def engine(self, *, blocks: int = 64, max_batch: int = 8, prefill_tokens: int = 64) -> Any:
+    def engine(self, *, blocks: int = 64, max_batch: int = 8) -> Any:
         from stoker_worker.engine.batch_engine import assemble
 
         return assemble(
@@ -35,16 +34,12 @@ class RealModel:
             self.loaded,
             max_bytes=blocks * self.loaded.spec.bytes_per_block,
             max_batch=max_batch,
-            prefill_tokens=prefill_tokens,
+            prefill_tokens=64,
             max_step_s=10.0,
         )
 
-    def work(
-        self, prompt: str | tuple[int, ...], prefix: SequenceCache | None = None, is_saved: bool = True, **fields: Any
-    ) -> GenerationWork:
-        ids = prompt if isinstance(prompt, tuple) else self.encode(prompt)
-        request = build_request({"agent_id": "a", "prompt": "x", "max_tokens": 16, **fields})
-        return GenerationWork(request, ids, prefix, is_saved)
+    def work(self, ids: tuple[int, ...], max_tokens: int) -> GenerationWork:
+        return GenerationWork(build_request({"agent_id": "a", "prompt": "x", "max_tokens": max_tokens}), ids)
 
     def alone(self, ids: Sequence[int], max_tokens: int) -> list[int]:
         """The reference: mlx-lm itself, one sequence, no cache, greedy."""
@@ -69,10 +64,3 @@ def behind_the_likeliest(network: Any, ids: Sequence[int], generated: Sequence[i
 @pytest.fixture(scope="session")
 def real_model(smollm2: Path) -> RealModel:
     return RealModel(smollm2)
-
-
-@pytest.fixture
-def make_engine(real_model: RealModel) -> Iterator[Any]:
-    """`RealModel.engine`; the engines are closed with the test."""
-    with ExitStack() as engines:
-        yield lambda **options: engines.enter_context(closing(real_model.engine(**options)))
