@@ -1,12 +1,10 @@
 """Claiming looks ahead, claims in order, and leaves an id in exactly one list."""
 
-from contextlib import contextmanager
-
 import pytest
 from rq import Queue
 from rq.serializers import JSONSerializer
 
-from stoker_shared.wire import FIELD_ATTEMPTS, LEASE_KEY, TASK_PATH
+from stoker_shared.wire import LEASE_KEY, TASK_PATH
 from stoker_worker.ports import Busy
 
 pytestmark = pytest.mark.server
@@ -38,14 +36,6 @@ def ids_of(granted):
     return [one.job_id for one in granted]
 
 
-@contextmanager
-def held_by_somebody_else(connection):
-    mine = connection.get(LEASE)
-    connection.set(LEASE, "somebody else's")
-    yield
-    connection.set(LEASE, mine)
-
-
 def claim_soon(claimer, **options):
     """Claim several times: reading thousands of jobs takes more than one claim."""
     return next((found for _ in range(100) if (found := claim(claimer, **options))), [])
@@ -56,40 +46,6 @@ def test_an_agent_behind_thousands_of_anothers_jobs_is_found(connection, produce
     (other,) = submit("other")
     assert claim_soon(claimer, busy=["greedy"]) == [other]
     assert len(waiting(connection)) == 1500
-
-
-def test_a_failed_claim_costs_no_agent_its_turn(connection, claimer, submit):
-    submit(*["heavy"] * 5)
-    assert claim(claimer, limit=1)
-    (other,) = submit("other")
-    with held_by_somebody_else(connection):
-        for _ in range(5):
-            assert claim(claimer, limit=1) == []
-    assert claim(claimer, limit=1) == [other]
-
-
-def test_an_unreadable_job_is_claimed_so_that_it_can_be_refused_and_what_is_no_job_is_dropped(
-    connection, claimer, submit
-):
-    (good,) = submit("a")
-    connection.rpush("rq:queue:generate", "no-hash")
-    connection.hset("rq:job:junk", mapping={"data": b"\x80junk", FIELD_ATTEMPTS: "many"})
-    connection.set("rq:job:text", "not a hash")
-    connection.rpush("rq:queue:generate", "junk", "text")
-    assert claim(claimer) == [good, "junk"]
-    assert waiting(connection) == []
-
-
-def test_a_quarantined_job_that_was_removed_is_not_claimed(connection, claimer, submit):
-    gone, lost_twice = submit("a", "b")
-    for job_id in (gone, lost_twice):
-        connection.hset(f"rq:job:{job_id}", FIELD_ATTEMPTS, 2)
-    assert claim(claimer) == []
-    connection.lrem("rq:queue:generate", 1, gone)
-    with held_by_somebody_else(connection):
-        assert claimer.claim_quarantined(Busy()) == []
-    assert ids_of(claimer.claim_quarantined(Busy())) == [lost_twice]
-    assert ids_of(claimer.claim_quarantined(Busy())) == []
 
 
 def test_the_agents_of_waiting_jobs_are_known_without_a_command(connection, claimer, submit):
@@ -121,13 +77,6 @@ def test_jobs_added_at_either_end_after_the_first_claim_are_claimed_in_order(con
             claim(claimer, busy=["a", "b", *(f"{side} {m}" for side in ("before", "behind") for m in range(3))]) == []
         )
     assert claim(claimer) == [*before, a, b, *behind]
-
-
-def test_a_job_that_moved_to_the_end_is_claimed_last(connection, claimer, submit):
-    a, b = submit("a", "b")
-    assert claim(claimer, busy=["a", "b"]) == []
-    connection.lmove("rq:queue:generate", "rq:queue:generate", "LEFT", "RIGHT")
-    assert claim(claimer) == [b, a]
 
 
 @pytest.mark.parametrize(("count", "page"), [(1, 1000), (9, 1000), (3, 3), (5, 3)])

@@ -160,19 +160,6 @@ def test_an_unreadable_job_is_enqueued_to_be_refused_and_holds_up_no_other(conne
     assert not connection.zcard("rq:scheduled:generate")
 
 
-def test_a_worker_lost_while_it_schedules_a_retry_leaves_the_job_to_recovery(redis_url, connection, plain, monkeypatch):
-    job_id = plain.enqueue(TASK_PATH, request=REQUEST, retry=Retry(max=1, interval=60)).id
-    with open_queue(read_settings({"redis_url": redis_url}), redis_url) as dying:
-        (job,) = dying.rq_queue.claim(8, Busy())
-        monkeypatch.setattr(Queue, "schedule_job", _gone)
-        with pytest.raises(RedisUnavailable):
-            fail(job, EngineFailed("may pass"))
-        monkeypatch.undo()
-    with open_queue(read_settings({"redis_url": redis_url}), redis_url) as next_one:
-        assert next_one.rq_queue.recover() == 1
-    assert places(connection, job_id) == ["generate"]
-
-
 def test_a_retry_that_could_not_be_written_is_counted_once(connection, plain, queue, monkeypatch):
     job_id = plain.enqueue(TASK_PATH, request=REQUEST, retry=Retry(max=1, interval=60)).id
     (job,) = queue.claim(8, Busy())
