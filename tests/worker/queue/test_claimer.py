@@ -4,12 +4,10 @@ import pytest
 from rq import Queue
 from rq.serializers import JSONSerializer
 
-from stoker_shared.wire import LEASE_KEY, TASK_PATH
+from stoker_shared.wire import TASK_PATH
 from stoker_worker.ports import Busy
 
 pytestmark = pytest.mark.server
-
-LEASE = LEASE_KEY.format(member="me")
 
 
 @pytest.fixture

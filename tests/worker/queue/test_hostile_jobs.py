@@ -171,26 +171,25 @@ def test_a_key_that_changes_its_type_while_the_job_runs_keeps_no_other_without_a
     assert connection.hget(claimed["good"].run.execution.key, "last_heartbeat") != b"0"
 
 
-@pytest.mark.parametrize("command", ["memory", "zadd"])
-def test_a_right_that_the_worker_lacks_fails_no_job(connection, queue, enqueue, command):
-    enqueue("good")
-    connection.execute_command("ACL", "SETUSER", "default", f"-{command}")
-    try:
-        with pytest.raises(RedisError):
-            queue.claim(8, Busy())
-    finally:
-        connection.execute_command("ACL", "SETUSER", "default", f"+{command}")
-    assert play(queue, connection) == ["good"]
+SETUSER = "ACL SETUSER default"
 
 
-def test_a_server_without_memory_fails_no_job(connection, queue, enqueue):
+@pytest.mark.parametrize(
+    ("refuse", "allow", "error"),
+    [
+        (f"{SETUSER} -memory", f"{SETUSER} +memory", RedisError),
+        (f"{SETUSER} -zadd", f"{SETUSER} +zadd", RedisError),
+        ("CONFIG SET maxmemory 1", "CONFIG SET maxmemory 0", RedisUnavailable),
+    ],
+)
+def test_a_server_that_refuses_commands_or_has_no_memory_fails_no_job(connection, queue, enqueue, refuse, allow, error):
     enqueue("good")
-    connection.config_set("maxmemory", 1)
+    connection.execute_command(*refuse.split())
     try:
-        with pytest.raises(RedisUnavailable):
+        with pytest.raises(error):
             queue.claim(8, Busy())
     finally:
-        connection.config_set("maxmemory", 0)
+        connection.execute_command(*allow.split())
     assert play(queue, connection) == ["good"]
 
 

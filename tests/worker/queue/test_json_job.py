@@ -4,6 +4,8 @@ import json
 import pickle
 import tracemalloc
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from redis import Redis
@@ -50,6 +52,16 @@ def test_the_producers_note_of_a_job_is_the_use_that_its_request_has(context):
     assert use_noted(b"write a") == use_in(data)
     request = restored(data).read_request()
     assert use_noted(b"write a") == MemoryUse.of(request.access, request.agent_id)
+
+
+@contextmanager
+def takes_less_than(n_bytes: int) -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < n_bytes
+    finally:
+        tracemalloc.stop()
 
 
 class Bomb:
@@ -113,36 +125,24 @@ def test_millions_of_values_are_refused_before_they_are_built(messages, pack):
     """Kilobytes when compressed, gigabytes as Python's objects."""
     data = pack(b'["%s",null,[],{"request":{"messages":%b}}]' % (TASK_PATH.encode(), messages))
     job = restored(data)
-    tracemalloc.start()
-    try:
+    with takes_less_than(120 * 2**20):
         with pytest.raises(RequestTooLarge, match="more than"):
             job.read_request()
         assert use_in(data) == UNUSED
-        assert tracemalloc.get_traced_memory()[1] < 120 * 2**20
-    finally:
-        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("field", ["meta", "dependency_ids", "retry_intervals", "webhooks", "stoker_tried"])
 def test_other_fields_with_millions_of_values_are_not_built_either(field):
     value = b"[" + b"[]," * 4_000_000 + b"0]"
-    tracemalloc.start()
-    try:
+    with takes_less_than(80 * 2**20):
         restored(payload(), created_at=b"now", **{field: b"now " * (field == "stoker_tried") + value})
-        assert tracemalloc.get_traced_memory()[1] < 80 * 2**20
-    finally:
-        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("field", ["exc_info", "result"])
 def test_what_an_earlier_run_left_is_not_unpacked(field):
     bomb = zlib.compress(bytes(2**26))
-    tracemalloc.start()
-    try:
+    with takes_less_than(2**24):
         assert restored(payload(), **{field: bomb}).read_request().agent_id == "a"
-        assert tracemalloc.get_traced_memory()[1] < 2**24
-    finally:
-        tracemalloc.stop()
 
 
 def test_stored_bytes_that_cannot_be_read_are_kept_unchanged():

@@ -255,23 +255,16 @@ def test_a_job_that_is_lost_twice_counts_the_losses_and_runs_alone(outside: Outs
     assert ids(claim(outside)) == ["b"]
 
 
-def test_a_job_that_has_ended_is_not_given_back(outside: Outside) -> None:
-    outside.enqueue("job", "a")
-    (job,) = claim(outside)
-    outside.cancel("job")
-    assert not job.give_back(counts_as_attempt=False)
-    assert (outside.state("job"), outside.waiting()) == ("canceled", [])
-
-
-def test_a_stop_that_was_asked_for_is_not_lost_when_the_worker_gives_the_job_back(outside: Outside) -> None:
-    outside.enqueue("stopped", "a")
-    [job] = claim(outside)
+def test_a_job_that_was_canceled_or_asked_to_stop_is_not_given_back(outside: Outside) -> None:
+    for name in ("canceled", "stopped"):
+        outside.enqueue(name, name)
+    jobs = claim(outside)
+    outside.cancel("canceled")
     outside.ask_to_stop("stopped")
-    while not outside.queue.withdrawn({}):
+    while "stopped" not in ids(outside.queue.withdrawn({})):
         pass
-    assert not job.give_back(counts_as_attempt=False)
-    job.release()
-    assert (outside.state("stopped"), outside.waiting()) == ("stopped", [])
+    assert give_back(jobs, counts_as_attempt=False) == 0
+    assert (outside.state("canceled"), outside.state("stopped"), outside.waiting()) == ("canceled", "stopped", [])
 
 
 def test_canceled_and_stopped_jobs_are_withdrawn_and_ended(outside: Outside) -> None:
