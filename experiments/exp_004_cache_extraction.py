@@ -239,5 +239,7 @@ ROWS = {
     "save, ms": "{saved_ms}", "equals solo run": "{as_alone}",
     "cached after reopening": "{continued_cached} of {continued_prompt}", "continued equals uncached": "{as_uncached}",
 }  # fmt: skip
+
+
 if __name__ == "__main__":
     main(__doc__ or "", "004", run, render)

@@ -1,5 +1,5 @@
-"""EXP-019: the share of accepted answers and the cost of a small model that is asked first, beside the large one alone
-and an oracle. Two scripted workers of stated accuracies and costs, and `stoker batch run`; no model and no MLX."""
+"""EXP-019: the share of accepted answers and the cost of a small model that is asked first, beside the large one alone.
+Two scripted workers of stated accuracies and costs, and `stoker batch run`; no model and no MLX."""
 
 import json
 import random
@@ -41,11 +41,10 @@ PROMPTS = {
 
 @dataclass(frozen=True)
 class Line:
-    """`small`: the small model's accuracy at this line; `passes`: whether each model would pass."""
+    """`passes`: whether each model would pass."""
 
     number: int
     task: str
-    small: float
     passes: tuple[bool, bool]
 
     @property
@@ -61,7 +60,7 @@ def lines_of(n_lines: int, seed: int) -> list[Line]:
     for number in range(n_lines):
         task = TASKS[number % len(TASKS)]
         small = (SMALL if number < _turn(n_lines) else SMALL_TURNED_BAD)[task]
-        found.append(Line(number, task, small, (dice.random() < small, dice.random() < LARGE)))
+        found.append(Line(number, task, (dice.random() < small, dice.random() < LARGE)))
     return found
 
 
@@ -107,12 +106,6 @@ def ran(url: str, folder: Path, lines: Sequence[Line]) -> list[list[Attempt]]:
     return [[Attempt.model_validate(one) for one in found[line.number]] for line in lines]
 
 
-def expected(line: Line, first: str, tokens: float) -> float:
-    """Milliseconds that a line costs in the mean if it begins with this model."""
-    small, large = (COST_MS[model] * tokens for model in MODELS)
-    return large if first == "large" else small + (1 - line.small) * large
-
-
 def followed_after(lines: Sequence[Line], begun: Sequence[str]) -> int | None:
     """Lines from the one at which the small model turns bad to the first from which at most a tenth of the next 30 of
     its class begin with it; ``None`` if there is none."""
@@ -133,17 +126,12 @@ def run(url: str, folder: Path, *, quick: bool) -> Json:
     with Redis.from_url(url) as connection:
         n_left = connection.llen("rq:queue:small") + connection.llen("rq:queue:large")
     tokens = [one.prompt_tokens + one.completion_tokens for made in attempts for one in made]
-    mean_tokens = sum(tokens) / len(tokens)
     begun = [made[0].model for made in attempts]
     costs_ms = [sum(map(_cost_ms, made)) for made in attempts]
     accepted = 100 * sum(made[-1].accepted for made in attempts) / len(lines)
     alone = 100 * sum(line.passes[1] for line in lines) / len(lines)
     after = followed_after(lines, begun)
-    regret_ms = sum(
-        expected(line, model, mean_tokens) - min(expected(line, first, mean_tokens) for first in MODELS)
-        for line, model in zip(lines, begun, strict=True)
-    )
-    alone_ms, turn = COST_MS["large"] * mean_tokens, _turn(len(lines))
+    alone_ms, turn = COST_MS["large"] * mean(tokens), _turn(len(lines))
     share, before, since = (100 * mean(part) / alone_ms for part in (costs_ms, costs_ms[:turn], costs_ms[turn:]))
     return {
         "verdict": {
@@ -158,7 +146,6 @@ def run(url: str, folder: Path, *, quick: bool) -> Json:
         "large_alone_percent": round(alone, 2),
         "cost_percent": round(share, 1),
         "cost_percent_before_and_since": [round(before, 1), round(since, 1)],
-        "oracle_cost_percent": round(share - 100 * regret_ms / (alone_ms * len(lines)), 1),
         "turned_bad_at": turn,
         "followed_after_lines": after,
     }
@@ -179,9 +166,9 @@ def render(content: Json, results: Path) -> Report:
     accepted, alone, cost = (content[name] for name in ("accepted_percent", "large_alone_percent", "cost_percent"))
     after = content["followed_after_lines"]
     summary = (
-        f"{accepted} % of the answers pass, {alone} % with the large model alone, at {cost} % of its cost (the oracle: "
-        f"{content['oracle_cost_percent']} %). After the small model turns bad in one class, jobs of that class begin "
-        f"with the large one within {'no' if after is None else after} lines."
+        f"{accepted} % of the answers pass, {alone} % with the large model alone, at {cost} % of its cost. "
+        "After the small model turns bad in one class, jobs of that class begin with the large one within "
+        f"{'no' if after is None else after} lines."
     )
     number = f"{accepted} % accepted (large alone: {alone} %) at {cost} % of its cost"
     return Report("a cheaper model first", number, {"summary": summary, "cost": columns([content], COSTS)})
@@ -191,8 +178,9 @@ COSTS = {
     "lines": "{lines}", "turned bad at": "{turned_bad_at}", "accepted %": "{accepted_percent}",
     "large alone %": "{large_alone_percent}", "cost, % of the large one's": "{cost_percent}",
     "before, since": "{cost_percent_before_and_since[0]}, {cost_percent_before_and_since[1]}",
-    "oracle's cost %": "{oracle_cost_percent}", "followed after lines": "{followed_after_lines}",
-    "lines/s": "{lines_per_s}",
+    "followed after lines": "{followed_after_lines}", "lines/s": "{lines_per_s}",
 }  # fmt: skip
+
+
 if __name__ == "__main__":
     server_main(__doc__ or "", "019", run, render)

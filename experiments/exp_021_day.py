@@ -162,7 +162,6 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
         "jobs": size.jobs,
         "agents": size.agents,
         "ram_cache_mb": mb(size.ram_bytes),
-        "width": log.rpartition("ready: model")[2].splitlines()[0].rpartition(", ")[2],
         "took_s": round(max(served.ends) - served.began_at),
         "prompt_tokens": dict(
             zip(("median", "p95", "most"), np.quantile(lengths, [0.5, 0.95, 1]).tolist(), strict=True)
@@ -196,8 +195,8 @@ GROWTH = {
 }  # fmt: skip
 SOURCES = (
     "\n\nFrom caches: {cached:.1f} % of all prompt tokens. Stored tokens prefilled again, at most: "
-    "{stored_tokens_prefilled_again}. RAM cache: {ram_cache_mb:.0f} MB. The worker: {width}. It was ready {restart_s} "
-    "s after the kill."
+    "{stored_tokens_prefilled_again}. RAM cache: {ram_cache_mb:.0f} MB. The worker was ready {restart_s} s after the "
+    "kill."
 )
 
 

@@ -148,6 +148,7 @@ def served(name: str, folder: Path, n_agents: int) -> list[Json]:
     ):
         producer.submit(agent_id="warm-up", prompt="Hello!", max_tokens=2).result(timeout_s=600)
         for case in ("system prompt", "unknown beginning"):
+            note(f"{name}: {case}")
             common, seconds, usages = _numbers(dice, COMMON // 5), list[float](), list[Usage]()
             for n in range(n_agents):
                 own = _numbers(dice, OWN // 5)
