@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +25,6 @@ from tests.worker.memory.agents import (
 )
 
 from stoker_worker.memory import eviction
-from stoker_worker.memory.files import Chunk
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import LoadedModel, Turn
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
@@ -201,33 +200,6 @@ def test_a_file_that_cannot_be_removed_costs_a_warning_and_no_turn(tmp_path: Pat
         agent.say(LONG[:length])
     assert agent.tokens() == LONG[:600]
     assert len(blocks_in(tmp_path)) == 2
-
-
-def test_a_block_that_a_save_counts_on_is_not_evicted(tmp_path: Path) -> None:
-    """Agent `late` saves a turn whose first block is there; while it writes, eviction finds the block unused."""
-    entered, evicted = threading.Event(), threading.Event()
-
-    class SlowTail(FastDisk):
-        def write(self, path: Path, chunks: Iterable[Chunk]) -> None:
-            data = [bytes(chunk) for chunk in chunks]
-            if threading.current_thread().name == "late" and b'"kind":"tail"' in data[0]:
-                entered.set()
-                assert evicted.wait(20)
-            super().write(path, data)
-
-    store = AgentCacheStore(tmp_path, files=SlowTail())
-    first = Agent(store, "first")
-    first.say(LONG[:300])
-    late = Agent(store, "late")
-    turn = late.turn(LONG[:290])
-    first.say((1, 2, 3))  # its block has no user any more
-    thread = threading.Thread(target=store.save, args=(turn,), name="late")
-    thread.start()
-    assert entered.wait(20)
-    squeeze(store)
-    evicted.set()
-    thread.join()
-    assert late.cached((*LONG[:290], 1)) == 290
 
 
 @pytest.mark.parametrize("model", [MODEL, HYBRID], ids=["full", "hybrid"])

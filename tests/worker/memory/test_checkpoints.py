@@ -310,7 +310,7 @@ LARGE = make_model(
 )
 """Its states are as large as three blocks."""
 
-AGENTS = int(os.environ.get("AGENTS", "60"))
+AGENTS = int(os.environ.get("AGENTS", "40"))
 
 
 @pytest.mark.parametrize("model", [LARGE, MODEL], ids=["large", "plain"])

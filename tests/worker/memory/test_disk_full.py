@@ -54,8 +54,15 @@ def pieces_in(folder: Path) -> list[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "n_failures"), [(errno.ENOSPC, 1), (errno.ENOSPC, 1000), (errno.EIO, 1)])
-@pytest.mark.parametrize(("stored", "model"), [(0, MODEL), (400, HYBRID)])
+@pytest.mark.parametrize(
+    ("stored", "model", "number", "n_failures"),
+    [
+        (0, MODEL, errno.ENOSPC, 1),
+        (0, MODEL, errno.ENOSPC, 1000),
+        (400, HYBRID, errno.ENOSPC, 1000),
+        (400, HYBRID, errno.EIO, 1),
+    ],
+)
 def test_a_turn_that_finds_the_disk_full_happens_or_leaves_the_agent_where_it_was(
     quick_path: Path, stored: int, model: LoadedModel, number: int, n_failures: int
 ) -> None:
@@ -336,35 +343,3 @@ def test_something_in_the_place_of_a_cache_folder_costs_the_cache(
         store.ram_cache.drop("agent")
         assert agent.cached((*LONG, 1, 2)) == 901
         assert problems_of(store) == []
-
-
-def test_notes_of_lost_turns_find_space_beyond_the_reserved_one_and_are_never_lost_silently(
-    small_disk: SmallDisk,
-) -> None:
-    folder = small_disk.path / "store"
-    sqlite = FullFiles()
-    store = AgentCacheStore(folder, connector=sqlite.connector, max_bytes=1 << 30)
-    Agent(store).say(LONG)
-    sqlite.arm(1, 10**9, number=errno.EIO)
-    with pytest.raises(OSError, match="Input/output"):
-        Agent(store, "0").say(LONG[:10])
-    small_disk.fill()
-    noted: list[str] = []
-
-    def note_until_it_fails() -> None:
-        for number in range(1000):
-            store.mark_unsaved(f"\U0001f600 {number} ")
-            noted.append(f"\U0001f600 {number} ")
-
-    with pytest.raises(OSError, match="No space left"):
-        note_until_it_fails()
-    assert len(noted) > 128
-    small_disk.free()
-    sqlite.arm(1, 0)
-    store = reopen(store, folder)
-    for name in noted:
-        with pytest.raises(AgentTranscriptUnreadable, match="not saved"):
-            store.open_agent(name)
-    assert Agent(store).tokens() == LONG
-    assert Agent(store, f"\U0001f600 {len(noted)} ").tokens() == ()
-    store.close()

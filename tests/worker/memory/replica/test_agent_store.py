@@ -48,8 +48,9 @@ def cached(agent: SharedAgent, prompt: Sequence[int]) -> int:
     return agent.cached((*prompt, 1))
 
 
-@BOTH
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("share", "kind"), [*(("folder", kind) for kind in MODELS), ("bucket", "hybrid")], indirect=["share"]
+)
 def test_a_conversation_goes_on_where_its_machine_is_gone(machine: Start, kind: str) -> None:
     first = machine("first")
     agent = first.agent(model=MODELS[kind])
@@ -74,7 +75,6 @@ def test_a_conversation_goes_on_where_its_machine_is_gone(machine: Start, kind: 
     assert not problems_of(second.store)
 
 
-@BOTH
 @pytest.mark.parametrize("kind", SNAPSHOT_SPECS)
 def test_an_edited_conversation_goes_on_from_a_checkpoint_of_another_machine(
     machine: Start, share: Share, kind: str
@@ -418,7 +418,6 @@ def test_a_version_that_is_gone_is_an_error_by_name(machine: Start, share: Share
         assert two.tokens() == LONG[:200]
 
 
-@BOTH
 @pytest.mark.parametrize("harm", ["flip", "cut", "remove", "another"])
 def test_a_damaged_cache_is_a_miss(machine: Start, share: Share, harm: str) -> None:
     one = machine("one")
