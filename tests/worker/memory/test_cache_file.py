@@ -75,6 +75,7 @@ def test_a_changed_byte_anywhere_is_noticed(tmp_path: Path) -> None:
         replace(PIECE, token_ids=(5, 70_000)),
         replace(PIECE, kind="block"),
         replace(PIECE, spec=ModelCacheSpec(UNEVEN, "float16")),
+        replace(PIECE, spec=ModelCacheSpec(UNEVEN, "float32", "q8")),
         replace(PIECE, spec=ModelCacheSpec(UNEVEN[::-1], "float32")),
     ],
 )

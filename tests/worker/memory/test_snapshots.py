@@ -140,18 +140,11 @@ def test_snapshots_that_are_not_the_transcripts_are_refused_before_anything_is_w
     good = snapshots_of(LONG, [20, 30, 40], agent.model)
     refuse(good, "at most 2")
     refuse(good[1::-1], "in order")
-    refuse(good[:1] * 2, "in order")
     refuse(good[1:2], "snapshots after", stop=20)
-    refuse([dataclasses.replace(good[0], n_tokens=0)], "snapshots after")
     refuse([dataclasses.replace(good[0], n_tokens=21)], "shapes and dtypes")
-    refuse([dataclasses.replace(good[0], states=good[0].states[:1])], "shapes and dtypes")
     keys, values = good[0].states[0]
-    for wrong in ((keys.astype(np.float32), values), (keys,), (values, keys)):
+    for wrong in ((keys.astype(np.float32), values), (keys,)):
         refuse([dataclasses.replace(good[0], states=(wrong, good[0].states[1]))], "shapes and dtypes")
-    full = Agent(agent.store, model=make_model())
-    cache = SequenceCache(300, cache_of(LONG[:300]), good[:1])
-    with pytest.raises(ValueError, match="snapshots"):
-        full.store.save(make_turn(full, full.open(), make_transcript(LONG[:300]), cache))
 
 
 # --- damage ---

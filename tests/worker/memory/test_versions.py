@@ -4,8 +4,8 @@ import itertools
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,9 @@ from tests.worker.memory.agents import Agent, FastDisk, ids, make_model, make_tu
 from stoker_shared.errors import AgentTranscriptUnreadable
 from stoker_shared.message import Message
 from stoker_worker.memory import transcripts
-from stoker_worker.memory.database import Connection
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.memory.transcripts import FULL_EVERY
-from stoker_worker.ports import Delivery, Transcript
+from stoker_worker.ports import Delivery, Transcript, Turn
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
 
 WITHOUT_MEMORY = make_model(spec=ModelCacheSpec((LayerSpec(LayerKind.UNKNOWN),), "float32"))
@@ -125,40 +124,42 @@ def value(store: AgentCacheStore, sql: str) -> float:
 
 
 def test_rows_and_bytes_do_not_grow_with_the_turns_of_a_conversation(store: AgentCacheStore) -> None:
-    """A conversation that stays as long as it is leaves as much behind after 300 turns as after 60."""
+    """A conversation that stays as long as it is leaves as much behind after 120 turns as after 60."""
     agent = Conversation(Agent(store, model=WITHOUT_MEMORY))
     sizes = []
-    for number in range(300):
+    for number in range(120):
         agent.save(Transcript((*ids(100, seed=1), number), "tok", None, "always the same", "eos"))
         store.ended("agent", agent.deliveries[-1], remember_s=-1)
         tidy(store)
         sql = "SELECT (SELECT count(*) FROM turns), (SELECT count(*) FROM deliveries), transcript_bytes FROM agents"
         sizes += rows(store, sql)
-    for early, late in zip(*(map(max, zip(*part, strict=True)) for part in (sizes[20:60], sizes[260:])), strict=True):
+    for early, late in zip(*(map(max, zip(*part, strict=True)) for part in (sizes[20:60], sizes[80:])), strict=True):
         assert late <= 1.05 * early  # numbers in JSON get longer
-    agent.said[:-1] = [None] * 299  # type: ignore[list-item]
+    agent.said[:-1] = [None] * 119  # type: ignore[list-item]
     assert agent.agent.open().transcript == agent.said[-1]
 
 
 def test_many_answers_whose_time_is_over_are_forgotten_in_small_steps(store: AgentCacheStore) -> None:
     """A worker that was away for days finds them all at once; no commit may take long for that."""
-    many = [Agent(store, f"agent {number}", WITHOUT_MEMORY) for number in range(700)]
-    for agent in many:
-        turn = make_turn(agent, agent.open(), Transcript((1,), "tok", None, "x", "eos"), None)
-        store.save(turn)
+    for number in range(500):
+        saved_turn(store, f"agent {number}")
     store.parts.database.commit(lambda connection: connection.execute("UPDATE deliveries SET expires = agent"))
-    left = [700.0]
+    left = [500.0]
     for _ in itertools.chain(store._upkeep.tidy(), [None]):
         left.append(value(store, "SELECT count(*) FROM deliveries"))
     assert max(before - after for before, after in itertools.pairwise(left)) < 300
     assert left[-1] == 0
 
 
-def test_an_answer_that_is_missing_or_damaged_is_never_taken_for_none(store: AgentCacheStore) -> None:
-    agent = Agent(store, model=WITHOUT_MEMORY)
+def saved_turn(store: AgentCacheStore, name: str = "agent") -> Turn:
+    agent = Agent(store, name, WITHOUT_MEMORY)
     turn = make_turn(agent, agent.open(), Transcript((1,), "tok", None, "x", "eos"), None)
     store.save(turn)
-    change = store.parts.database.commit
+    return turn
+
+
+def test_an_answer_that_is_missing_or_damaged_is_never_taken_for_none(store: AgentCacheStore) -> None:
+    turn = saved_turn(store)
     for statement in (
         "UPDATE deliveries SET result = replace(result, 'job', 'jot')",
         "UPDATE deliveries SET result = x'ff'",
@@ -166,7 +167,7 @@ def test_an_answer_that_is_missing_or_damaged_is_never_taken_for_none(store: Age
         "DELETE FROM deliveries",
         "UPDATE turns SET about = replace(about, 'answer_until', 'answer_Until')",
     ):
-        change(partial(_run, sql=statement))
+        store.parts.database.commit(methodcaller("execute", statement))
         with pytest.raises(AgentTranscriptUnreadable, match="the answers of agent 'agent'"):
             store.answer("agent", turn.delivery)
 
@@ -180,9 +181,7 @@ def kept_for(store: AgentCacheStore) -> float:
 def test_the_end_of_a_job_is_not_lost_with_a_commit_that_fails(
     store: AgentCacheStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agent = Agent(store, model=WITHOUT_MEMORY)
-    turn = make_turn(agent, agent.open(), Transcript((1,), "tok", None, "x", "eos"), None)
-    store.save(turn)
+    turn = saved_turn(store)
     store.ended("agent", turn.delivery, remember_s=100)
 
     def fail(change: object) -> None:
@@ -197,14 +196,8 @@ def test_the_end_of_a_job_is_not_lost_with_a_commit_that_fails(
 
 @pytest.mark.slow
 def test_a_job_that_is_enqueued_again_after_its_end_lives_longer(store: AgentCacheStore) -> None:
-    agent = Agent(store, model=WITHOUT_MEMORY)
-    turn = make_turn(agent, agent.open(), Transcript((1,), "tok", None, "x", "eos"), None)
-    store.save(turn)
+    turn = saved_turn(store)
     for lives_s in (100, 3600):
         store.ended("agent", turn.delivery, remember_s=lives_s)
         tidy(store)
     assert 3500 < kept_for(store) < 3700
-
-
-def _run(connection: Connection, sql: str) -> None:
-    connection.execute(sql)

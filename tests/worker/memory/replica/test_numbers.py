@@ -154,25 +154,18 @@ def test_the_requests_of_a_turn(machine: Start, share: SharedFolder, monkeypatch
             call = getattr(m.bucket, name)
             counting = lambda *args, _n=name, _c=call, **more: (asked.update([_n]), _c(*args, **more))[1]  # noqa: E731
             monkeypatch.setattr(m.bucket, name, counting)
+
+    def turn(m: Machine, version: int, last: str) -> dict[str, int]:
+        asked.clear()
+        m.store.look("agent", LastVersion(version - 1, last, is_here=m is one))
+        agent = AgentOf(m.store, jobs=count(900 + version))
+        m.store.save(make_turn(agent, agent.open(), make_transcript(LONG[: 300 + 10 * version]), None))
+        return dict(asked)
+
     one.agent().say(LONG[:300])
     two.agent().open()
-    one.agent().say(LONG[:400])
-    asked.clear()
-    one.store.look("agent", LastVersion(2, "one", is_here=True))
-    one.store.save(AgentOf(one.store, jobs=count(900)).turn(LONG[:500]))
-    assert asked == {"create": 1, "listed": 1}
-    one.store.look("agent", LastVersion(3, "one", is_here=True))
-    one.store.save(AgentOf(one.store, jobs=count(901)).turn(LONG[:510]))
-    two.store.look("agent", LastVersion(2, "one", is_here=False))
-    asked.clear()
-    one.store.look("agent", LastVersion(4, "one", is_here=True))
-    one.store.save(AgentOf(one.store, jobs=count(902)).turn(LONG[:520]))
-    asked.clear()
-    two.store.look("agent", LastVersion(5, "one", is_here=False))
-    assert asked == {"listed": 1, "get": 1}
-    transcript = make_transcript(LONG[:530])
-    two.store.save(make_turn(two.agent(), two.store.open_agent("agent"), transcript, None))
-    assert asked == {"listed": 2, "get": 1, "create": 1}
+    assert turn(one, 2, "one") == {"create": 1, "listed": 1}
+    assert turn(two, 3, "one") == {"listed": 2, "get": 1, "create": 1}
 
 
 def test_a_version_of_a_newer_stoker_is_an_error_by_name_until_the_upgrade(machine: Start, share: SharedFolder) -> None:
