@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from stoker_shared.agents import AgentRequest, build_agent_request
 from stoker_shared.message import Message
 from stoker_worker.memory.admin.verify import verify_store
 from stoker_worker.memory.blocks import empty_layers, empty_states
@@ -299,6 +300,23 @@ def call_of_session(
     cache = sequence_cache(token_ids, counts, restored.checkpoints_at, model)
     store.save_session(session, token_ids, cache, prompt_tokens=len(prompt), model=model, salt=salt)
     return restored.prefix.n_tokens if restored.prefix else 0, restored.miss_reason
+
+
+_numbers = count(1)
+
+
+def delivery() -> Delivery:
+    """Of a job that there was not before."""
+    return Delivery(f"agent-job-{next(_numbers)}", "2024-01-01T00:00:00Z")
+
+
+def ask(action: str, agent_id: str = "agent", **fields: Any) -> AgentRequest:
+    return build_agent_request({"action": action, "agent_id": agent_id, **fields})
+
+
+def run_job(store: CacheStorePort, action: str, agent_id: str = "agent", **fields: Any) -> Any:
+    """A job about an agent's memory; returns its answer."""
+    return store.agent_jobs.run(ask(action, agent_id, **fields), delivery())
 
 
 def disk_bytes(store: Path) -> int:

@@ -4,7 +4,6 @@ import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,8 @@ from tests.worker.memory.agents import (
     SNAPSHOT_SPECS,
     Agent,
     FastDisk,
+    ask,
+    delivery,
     files_below,
     ids,
     make_model,
@@ -21,6 +22,7 @@ from tests.worker.memory.agents import (
     open_store,
     reopen,
     rows,
+    run_job,
 )
 from tests.worker.memory.faulty_files import FullFiles
 
@@ -31,19 +33,6 @@ from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import Delivery
 
 LONG = ids(1300)
-_ids = count(1)
-
-
-def delivery() -> Delivery:
-    return Delivery(f"agent-job-{next(_ids)}", "2024-01-01T00:00:00Z", "digest")
-
-
-def ask(action: str, agent_id: str = "agent", **fields: Any) -> AgentRequest:
-    return AgentRequest(agent_id=agent_id, action=action, **fields)  # type: ignore[arg-type]
-
-
-def run(store: AgentCacheStore, action: str, agent_id: str = "agent", **fields: Any) -> Any:
-    return store.agent_jobs.run(ask(action, agent_id, **fields), delivery())
 
 
 def deliver(store: AgentCacheStore, request: AgentRequest, by: Delivery) -> AgentResult:
@@ -86,7 +75,7 @@ def test_attempts_and_rollbacks_leave_no_more_versions_than_turns_do(store: Agen
         if step == "say":
             agent.say((*LONG[:310], number))
         else:
-            run(store, "rollback", version=version)
+            run_job(store, "rollback", version=version)
             version = agent.open().number
             assert agent.tokens() == goal
         ((n_kept, n_whole, oldest),) = rows(store, "SELECT count(*), sum(parent IS NULL), min(version) FROM turns")
@@ -94,7 +83,7 @@ def test_attempts_and_rollbacks_leave_no_more_versions_than_turns_do(store: Agen
         assert n_whole <= 3
         assert oldest <= max(1, agent.open().number - 15)
     agent.say((*goal, 1))
-    run(store, "rollback", version=agent.open().number - 15)
+    run_job(store, "rollback", version=agent.open().number - 15)
     assert agent.tokens()[:310] == goal
 
 
@@ -103,7 +92,7 @@ def test_ram_keeps_nothing_of_a_version_that_is_gone(tmp_path: Path, action: str
     store = AgentCacheStore(tmp_path / "store", files=FastDisk(), memory_max_bytes=2**30)
     for n_tokens in (300, 1000):
         Agent(store).say(LONG[:n_tokens])
-    run(store, action)
+    run_job(store, action)
     assert store.ram_cache.n_bytes == 0
     store.close()
 
@@ -115,13 +104,13 @@ def test_a_rollback_mends_an_agent_whose_newest_version_is_unreadable(store: Age
     store.mark_unsaved("agent")
     with pytest.raises(AgentTranscriptUnreadable):
         agent.open()
-    assert run(store, "rollback", version=2).version == 3
+    assert run_job(store, "rollback", version=2).version == 3
     assert agent.tokens() == ids(20, seed=1)
     for damage in ("UPDATE turns SET new_tokens = x'00' WHERE version = 3", "UPDATE agents SET head = x'00'"):
         change_rows(folder, damage)
         with pytest.raises(AgentTranscriptUnreadable):
             agent.open()
-        run(store, "rollback", version=1)
+        run_job(store, "rollback", version=1)
     agent = Agent(reopen(store, folder))
     assert (agent.open().number, agent.tokens()) == (5, LONG[:10])
     agent.store.close()
@@ -134,7 +123,7 @@ def test_a_rollback_to_an_unreadable_version_is_refused(store: AgentCacheStore, 
     agent.say(ids(30, seed=3))
     change_rows(folder, "UPDATE turns SET new_tokens = x'00' WHERE version = 1")
     with pytest.raises(AgentTranscriptUnreadable, match="version 1 of agent 'agent'"):
-        run(store, "rollback", version=1)
+        run_job(store, "rollback", version=1)
     assert agent.open().number == 3
 
 
@@ -142,13 +131,13 @@ def test_a_rollback_reaches_every_version_that_is_kept_and_no_other(tmp_path: Pa
     store = AgentCacheStore(tmp_path / "store", files=FastDisk(), keep_versions=4)
     agent = Agent(store)
     said = {agent.say(LONG[: 10 + n]): LONG[: 10 + n] for n in range(40)}
-    kept = [version.version for version in run(store, "info").versions]
+    kept = [version.version for version in run_job(store, "info").versions]
     assert len(kept) >= 4
     for n, version in enumerate(kept):
-        assert run(store, "rollback", version=version).version == 41 + n
+        assert run_job(store, "rollback", version=version).version == 41 + n
         assert agent.tokens() == said[version]
     with pytest.raises(AgentNotFound, match=f"no version {kept[0] - 1} any more: {kept[0]} is the oldest"):
-        run(store, "rollback", version=kept[0] - 1)
+        run_job(store, "rollback", version=kept[0] - 1)
     store.close()
 
 
@@ -171,7 +160,7 @@ def test_a_fork_is_whole_even_if_its_source_goes_on_meanwhile(
         return paths_of(self, agent_id, version)
 
     monkeypatch.setattr(PieceFolder, "paths", paths)
-    assert run(store, "fork", target="fork").from_version == 2
+    assert run_job(store, "fork", target="fork").from_version == 2
     assert fork.cached((*LONG[:310], 1)) == 310
     assert store.misses == {}
 
@@ -191,7 +180,7 @@ def test_a_fork_into_an_agent_that_begins_meanwhile_leaves_that_as_it_is(
 
     monkeypatch.setattr(PieceFolder, "write", written)
     with pytest.raises(AgentExists):
-        run(store, "fork", target="target")
+        run_job(store, "fork", target="target")
     assert (target.open().number, target.tokens()) == (1, ids(400, seed=9))
     assert target.cached((*ids(400, seed=9), 1)) == 400
 
@@ -220,10 +209,10 @@ def test_an_unknown_or_unreadable_agent_can_be_forgotten(store: AgentCacheStore,
     for damage in ("UPDATE turns SET about = '?', new_tokens = x'00'", "UPDATE agents SET head = x'00'"):
         Agent(store).say(LONG[:600])
         change_rows(folder, damage)
-        gone = run(store, "forget")
+        gone = run_job(store, "forget")
         assert (gone.existed, gone.blocks) == (True, 2)
         assert Agent(store).open().number == 0
-        run(store, "forget", "nobody")
+        run_job(store, "forget", "nobody")
         assert cache_files(folder) == []
 
 
@@ -245,9 +234,9 @@ def test_info_of_an_unsaved_or_damaged_agent_has_the_versions_to_return_to(
     agent.say(LONG[:300])
     agent.say(LONG[:600])
     store.mark_unsaved("agent")
-    assert run(store, "info").state == "unsaved"
+    assert run_job(store, "info").state == "unsaved"
     change_rows(folder, "UPDATE turns SET new_tokens = x'00' WHERE agent = 1 AND version = 2")
-    info = run(store, "info")
+    info = run_job(store, "info")
     assert (info.version, info.tokens, [x.version for x in info.versions]) == (2, None, [1])
 
 

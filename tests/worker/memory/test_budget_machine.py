@@ -26,17 +26,17 @@ from tests.worker.memory.agents import (
     files_below,
     ids,
     problems_of,
+    run_job,
     tidy,
 )
 from tests.worker.memory.faulty_files import FullFiles
 
-from stoker_shared.agents import AgentRequest
 from stoker_worker.memory import cache_index, eviction, transcripts
 from stoker_worker.memory.agent_changes import forget_agent, fork_agent
 from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.memory.store_parts import opened
-from stoker_worker.ports import Delivery, LoadedModel
+from stoker_worker.ports import LoadedModel
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 from stoker_worker.ports.memory import common_length
 
@@ -254,8 +254,7 @@ class Budget(RuleBasedStateMachine):
         """A job about an agent, beside the others' work."""
         others = self.pinned - {name}
         kept = self.claims(others)
-        request = AgentRequest(agent_id=name, action=action, **fields)  # type: ignore[arg-type]
-        self.store.agent_jobs.run(request, Delivery(f"job-{self.done.total()}", "2024-01-01T00:00:00Z"))
+        run_job(self.store, action, name, **fields)
         self.done[f"{action} job"] += 1
         assert kept <= self.pieces(others)
 

@@ -24,17 +24,17 @@ from tests.worker.memory.agents import (
     open_store,
     problems_of,
     rows,
+    run_job,
     sequence_cache,
     walk,
 )
 from tests.worker.memory.test_damage import DAMAGES
 
-from stoker_shared.agents import AgentRequest
 from stoker_worker.memory.admin.backup import back_up, restore
 from stoker_worker.memory.checkpoints import LEAST_APART, MOST_REGULAR, checkpoint_places
 from stoker_worker.memory.eviction import CHECKPOINT_SHARE
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.ports import Delivery, LoadedModel
+from stoker_worker.ports import LoadedModel
 from stoker_worker.ports.cache_spec import ArraySpec, LayerKind, LayerSpec, ModelCacheSpec
 
 KINDS = {"plain": SPEC, **SNAPSHOT_SPECS}
@@ -201,31 +201,27 @@ def test_a_rollback_leaves_what_the_checkpoints_before_it_serve(team: Team) -> N
     agent = team("a")
     agent.say(ids(2100))
     agent.say((*ids(2100), *ids(100, seed=1)))
-    agent.store.agent_jobs.run(AgentRequest(agent_id="a", action="rollback"), Delivery("job", "2024-01-01T00:00:00Z"))
+    run_job(agent.store, "rollback", "a")
     assert agent.cached((*ids(2100), 5)) == 2100
 
 
-def forget(agent: Agent) -> None:
-    request = AgentRequest(agent_id=agent.name, action="forget")
-    agent.store.agent_jobs.run(request, Delivery(agent.name, "2024-01-01T00:00:00Z"))
-
-
 def test_forgetting_the_last_agent_of_a_block_removes_its_checkpoint(any_team: Team, tmp_path: Path) -> None:
-    n_tokens = 300 if any_team("x").model.spec.full_layers else 100  # the second one has them in a block or in a piece
+    store, model = any_team("x").store, any_team("x").model
+    n_tokens = 300 if model.spec.full_layers else 100  # the second one has them in a block or in a piece
     for name in ("first", "second"):
         any_team(name, system_tokens=600).say(prompt(ord(name[0]), n_tokens))
     for name, n_left in (("first", 1), ("second", 0)):
-        forget(any_team(name))
+        run_job(store, "forget", name)
         assert len(checkpoint_files(tmp_path)) == n_left
     assert files_below(tmp_path / "blocks") == files_below(tmp_path / "pieces") == []
-    assert problems_of(any_team("first").store) == []
+    assert problems_of(store) == []
 
 
 def test_no_tokens_of_a_forgotten_agent_stay_beside_a_block_that_others_share(any_team: Team, tmp_path: Path) -> None:
     any_team("other").say((*SYSTEM[:N], *ids(50, seed=9)))
     agent = any_team("forgotten", system_tokens=600)
     agent.say(prompt(1))
-    forget(agent)
+    run_job(agent.store, "forget", agent.name)
     assert checkpoint_files(tmp_path) == []
     assert any_team("other").cached((*SYSTEM[:N], *ids(50, seed=9), 1)) == 562
     ticks(agent.store)

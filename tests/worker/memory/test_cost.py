@@ -86,12 +86,3 @@ def test_a_turns_row_does_not_grow_with_the_number_of_turns_but_for_one_in_sixte
     version = agent.open()
     assert version.transcript == transcript
     assert version.number == 500
-
-
-def test_a_shared_system_prompt_is_written_once(tmp_path: Path) -> None:
-    disk = CountingDisk()
-    store = AgentCacheStore(tmp_path, files=disk)
-    system = ids(2048)
-    first = bytes_of(disk, Agent(store, "first"), system, (1,))
-    second = bytes_of(disk, Agent(store, "second"), system, (2,))
-    assert second < first / 4

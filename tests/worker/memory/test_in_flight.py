@@ -5,10 +5,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from tests.worker.memory.agents import AgentOf, ids, open_store
+from tests.worker.memory.agents import AgentOf, ask, ids, open_store
 from tests.worker.memory.in_flight_process import another_process_working_on, is_busy_for_others
 
-from stoker_shared.agents import AgentRequest
 from stoker_shared.errors import AgentBusy
 from stoker_worker.memory import store as store_module
 from stoker_worker.memory.locks import InFlight, working_on
@@ -89,10 +88,7 @@ def test_a_store_reads_no_agent_that_a_command_is_changing(tmp_path: Path, monke
             with pytest.raises(AgentBusy):
                 read()
         assert store.open_agent("b").number == 1
-        for request in (
-            AgentRequest(agent_id="a", action="forget"),
-            AgentRequest(agent_id="b", action="fork", target="a"),
-        ):
+        for request in (ask("forget", "a"), ask("fork", "b", target="a")):
             with pytest.raises(AgentBusy):
                 store.agent_jobs.run(request, delivery)
     assert store.open_agent("a").number == 1

@@ -13,14 +13,14 @@ from tests.worker.memory.agents import (
     files_below,
     ids,
     open_store,
+    run_job,
     tidy,
 )
 
-from stoker_shared.agents import AgentRequest
 from stoker_worker.memory import eviction, lookup
 from stoker_worker.memory.lookup import BlockLookup, FoundOnDisk, SharedPrefixes
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.ports import Delivery, Restored, SequenceCache
+from stoker_worker.ports import Restored, SequenceCache
 
 COMMON = ids(600)
 SEEDS = count(1)
@@ -132,7 +132,7 @@ def test_blocks_stay_while_a_job_is_being_restored_from_them(
 
 def remove(store: AgentCacheStore, how: str) -> None:
     if how == "forget":
-        store.agent_jobs.run(AgentRequest(agent_id="a", action="forget"), Delivery("forget", "0"))
+        run_job(store, "forget", "a")
         return
     was, store.budget.max_bytes = store.budget.max_bytes, 1
     store.budget.make_room()

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +12,18 @@ from tests.worker.memory.agents import (
     SPEC,
     AgentOf,
     FastDisk,
+    ask,
     cache_of,
     checked,
+    delivery,
     ids,
     make_model,
     make_transcript,
     make_turn,
+    run_job,
     tidy,
 )
 
-from stoker_shared.agents import (
-    AgentForgotten,
-    AgentForked,
-    AgentInfo,
-    AgentResult,
-    AgentRolledBack,
-    build_agent_request,
-)
 from stoker_shared.errors import (
     AgentExists,
     AgentNotFound,
@@ -39,7 +33,7 @@ from stoker_shared.errors import (
 )
 from stoker_worker.memory.replica.bucket import Bucket
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.ports import CacheStorePort, Delivery, LoadedModel, SequenceCache, Turn
+from stoker_worker.ports import CacheStorePort, LoadedModel, SequenceCache, Turn
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
 from stoker_worker.ports.model import ServingMode
 
@@ -57,7 +51,6 @@ STORES: dict[str, Callable[[Path], CacheStorePort]] = {
     "disk and RAM": lambda folder: AgentCacheStore(folder, files=FastDisk(), memory_max_bytes=2**30),
     "shared": shared_store,
 }
-_numbers = count(1)
 
 
 @pytest.fixture(params=STORES)
@@ -72,14 +65,6 @@ def lose_a_turn(store: CacheStorePort) -> None:
     if isinstance(store, AgentCacheStore) and store.shared_id():
         pytest.skip("with a shared store, no job finishes without its turn")
     store.mark_unsaved("agent")
-
-
-def delivery() -> Delivery:
-    return Delivery(f"agent-job-{next(_numbers)}", "2026-01-01T00:00:00Z")
-
-
-def run(store: CacheStorePort, action: str, agent: str = "agent", **fields: Any) -> AgentResult:
-    return store.agent_jobs.run(build_agent_request({"action": action, "agent_id": agent, **fields}), delivery())
 
 
 def saved_late(store: CacheStorePort, turn: Turn) -> Mapping[str, Any] | None:
@@ -138,7 +123,7 @@ def test_a_turn_does_not_continue_a_version_that_only_has_the_same_number(store:
     agent = AgentOf(store)
     agent.say(LONG[:10])
     late = agent.turn(LONG[:20])
-    run(store, "forget")
+    run_job(store, "forget")
     assert saved_late(store, late) is None
     number = agent.say(LONG[:12])
     assert saved_late(store, late) is None
@@ -346,22 +331,19 @@ def test_a_call_of_a_session_finds_all_of_the_call_that_it_goes_on_with(store: C
 
 
 def test_info_changes_nothing_and_knows_the_versions_behind_the_newest(store: CacheStorePort) -> None:
-    nothing = run(store, "info")
-    assert isinstance(nothing, AgentInfo)
+    nothing = run_job(store, "info")
     assert (nothing.exists, nothing.version) == (False, 0)
     agent = AgentOf(store)
     agent.say(LONG[:300])
     agent.say(LONG[:600])
     AgentOf(store, "other").say((*LONG[:256], *ids(300, seed=5)))
-    info = run(store, "info")
-    assert isinstance(info, AgentInfo)
+    info = run_job(store, "info")
     assert (info.exists, info.version, info.tokens, info.messages, info.cached_tokens) == (True, 2, 600, 1, 600)
     assert (info.state, info.problem) == ("ok", None)
     assert info.own_bytes > 0 < info.block_bytes
     assert [(x.version, x.tokens, x.job_id) for x in info.versions] == [(1, 300, "job-1")]
     lose_a_turn(store)
-    unsaved = run(store, "info")
-    assert isinstance(unsaved, AgentInfo)
+    unsaved = run_job(store, "info")
     assert (unsaved.state, unsaved.problem) == ("unsaved", "its last turn was not saved")
 
 
@@ -371,17 +353,16 @@ def test_a_rollback_is_a_new_version_with_an_earlier_conversation(store: CacheSt
     agent.say(LONG[:1000])
     before = agent.open().transcript
     agent.say(ids(50, seed=3))
-    back = run(store, "rollback")
-    assert isinstance(back, AgentRolledBack)
+    back = run_job(store, "rollback")
     assert (back.version, back.to_version, back.from_version, back.tokens) == (4, 2, 3, 1000)
     assert (agent.open().number, agent.open().transcript) == (4, before)
     assert agent.cached((*LONG[:1000], 7)) == 768
-    assert run(store, "rollback", version=1).tokens == 600  # type: ignore[union-attr]
+    assert run_job(store, "rollback", version=1).tokens == 600
     for version in (6, 9):
         with pytest.raises(AgentNotFound, match=f"no version {version}"):
-            run(store, "rollback", version=version)
+            run_job(store, "rollback", version=version)
     with pytest.raises(AgentNotFound, match="no agent 'nobody'"):
-        run(store, "rollback", "nobody")
+        run_job(store, "rollback", "nobody")
 
 
 @pytest.mark.parametrize("kind", SNAPSHOT_SPECS)
@@ -389,7 +370,7 @@ def test_a_rollback_never_gives_another_versions_snapshot(store: CacheStorePort,
     agent = AgentOf(store, model=make_model(kind, spec=SNAPSHOT_SPECS[kind]))
     agent.say(LONG[:300], LONG[300:310])
     agent.say(LONG[:600], LONG[600:610])
-    run(store, "rollback")
+    run_job(store, "rollback")
     agent.cached((*LONG[:310], 1))  # `restore` compares what it gets with what it should be
     assert agent.say(LONG[:400]) == 4
     assert agent.cached((*LONG[:400], 1)) == 400
@@ -399,8 +380,7 @@ def test_a_fork_has_its_own_future_and_no_other_deliveries(store: CacheStorePort
     agent, fork = AgentOf(store), AgentOf(store, "fork")
     turn = agent.turn(LONG[:700])
     store.save(turn)
-    made = run(store, "fork", target="fork")
-    assert isinstance(made, AgentForked)
+    made = run_job(store, "fork", target="fork")
     assert (made.version, made.from_version, made.tokens) == (1, 1, 700)
     assert (fork.open().number, fork.cached((*LONG[:700], 1))) == (1, 700)
     assert store.answer("agent", turn.delivery) is not None
@@ -410,19 +390,19 @@ def test_a_fork_has_its_own_future_and_no_other_deliveries(store: CacheStorePort
     assert (fork.tokens(), agent.tokens()) == (LONG[:800], LONG[:750])
     for target in ("fork", "agent"):
         with pytest.raises(AgentExists):
-            run(store, "fork", target=target)
+            run_job(store, "fork", target=target)
     with pytest.raises(AgentNotFound):
-        run(store, "fork", "nobody", target="other")
+        run_job(store, "fork", "nobody", target="other")
     lose_a_turn(store)
     with pytest.raises(AgentTranscriptUnreadable):
-        run(store, "fork", target="other")
+        run_job(store, "fork", target="other")
 
 
 def test_a_fork_and_the_first_turn_of_its_target_do_not_overwrite_each_other(store: CacheStorePort) -> None:
     agent, target = AgentOf(store), AgentOf(store, "target")
     agent.say(LONG[:10])
     in_flight = target.turn(ids(5, seed=9))
-    run(store, "fork", target="target")
+    run_job(store, "fork", target="target")
     assert saved_late(store, in_flight) is None
     assert target.tokens() == LONG[:10]
 
@@ -432,22 +412,20 @@ def test_a_forgotten_agent_leaves_only_the_blocks_of_others(store: CacheStorePor
     agent.say(LONG[:600])
     agent.say((*LONG[:300], *ids(500, seed=4)))  # the blocks of its older version are its own too
     other.say((*LONG[:300], *ids(300, seed=5)))
-    gone = run(store, "forget")
-    assert isinstance(gone, AgentForgotten)
+    gone = run_job(store, "forget")
     assert (gone.existed, gone.version, gone.blocks, gone.shared_blocks) == (True, 2, 3, 1)
     assert (agent.open().known_number, agent.open().transcript) == (0, None)
     assert other.cached((*other.tokens(), 1)) == 600
     assert agent.cached(LONG[:600]) == 256
     assert agent.say(LONG[:20]) == agent.open().number
-    assert run(store, "forget", "nobody").existed is False  # type: ignore[union-attr]
+    assert run_job(store, "forget", "nobody").existed is False
 
 
 def test_a_turn_that_was_restored_from_blocks_that_have_gone_meanwhile_brings_them_back(store: CacheStorePort) -> None:
     agent, other = AgentOf(store), AgentOf(store, "other")
     agent.say(LONG[:600])
     turn = other.turn(LONG[:700])
-    gone = run(store, "forget")
-    assert isinstance(gone, AgentForgotten)
+    gone = run_job(store, "forget")
     assert (gone.blocks, gone.shared_blocks) == (2, 0)
     store.save(turn)
     assert other.cached((*LONG[:700], 1)) == 700
@@ -462,7 +440,7 @@ def test_a_second_delivery_is_answered_and_changes_nothing(
     agent, by, jobs = AgentOf(store), delivery(), store.agent_jobs
     agent.say(LONG[:300])
     agent.say(LONG[:600])
-    request = build_agent_request({"action": action, "agent_id": "agent", **fields})
+    request = ask(action, **fields)
     assert jobs.answer(request, by) is None
     first = jobs.run(request, by)
     agent.say(ids(30, seed=6))
@@ -481,6 +459,6 @@ def test_an_agent_that_went_on_meanwhile_is_left_as_it_is(store: CacheStorePort,
     agent.say(LONG[:20])
     fields = {"target": "new"} if action == "fork" else {}
     with pytest.raises(AgentVersionConflict, match="is at version 2, not 1"):
-        run(store, action, expect_version=1, **fields)
+        run_job(store, action, expect_version=1, **fields)
     assert (agent.open().number, agent.tokens()) == (2, LONG[:20])
-    run(store, action, expect_version=2, **fields)
+    run_job(store, action, expect_version=2, **fields)

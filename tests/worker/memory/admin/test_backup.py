@@ -6,6 +6,7 @@ import sqlite3
 import stat
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from operator import methodcaller
 from pathlib import Path
@@ -111,26 +112,23 @@ def test_the_copy_ends_and_is_one_state_while_a_worker_writes(
     """A copy that began anew with each turn would never end."""
     monkeypatch.setattr(backup_module, "_PAGES", 1)
     first, second = Agent(store, "agent-0"), Agent(store, "agent-1")
-    go_on, is_over = threading.Event(), threading.Event()
-    n_turns = 0
+    has_begun, is_over = threading.Event(), threading.Event()
 
     def work() -> None:
-        nonlocal n_turns
         while not is_over.is_set():
             for agent in (first, second):
-                agent.say((*agent.tokens(), n_turns))
-            n_turns += 1
-            go_on.set()
+                agent.say((*agent.tokens(), 7))
+            has_begun.set()
 
-    writer = threading.Thread(target=work)
-    writer.start()
-    assert go_on.wait(30)
-    try:
-        for n in range(3):
-            copied(store, tmp_path / f"backup-{n}")
-    finally:
-        is_over.set()
-        writer.join()
+    with ThreadPoolExecutor(1) as threads:
+        writer = threads.submit(work)
+        assert has_begun.wait(30)
+        try:
+            for n in range(3):
+                copied(store, tmp_path / f"backup-{n}")
+        finally:
+            is_over.set()
+        writer.result()
     store.close()
     for n in range(3):
         restore(tmp_path / f"restored-{n}", tmp_path / f"backup-{n}")
