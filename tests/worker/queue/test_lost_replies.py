@@ -5,8 +5,9 @@ import time
 from urllib.parse import urlsplit
 
 import pytest
+from rq.job import Dependency
 from tests.support.lossy_proxy import LossyProxy
-from tests.worker.queue.ends import finish, give_back
+from tests.worker.queue.ends import fail, finish, give_back
 from tests.worker.queue.looking import LEASE, places
 
 from stoker_shared.errors import RedisUnavailable
@@ -89,6 +90,25 @@ def test_a_server_that_goes_away_while_a_worker_registers_is_named_as_away(proxy
     with pytest.raises(RedisUnavailable), open_queue(read_settings({"redis_url": proxy.url}), proxy.url):
         pass
     assert proxy.lost
+
+
+def test_an_unreadable_dependent_does_not_prevent_an_end(connection, queue, enqueue):
+    enqueue("job")
+    for job_id in ("list", "text", "fine"):
+        enqueue(job_id, "b", depends_on=Dependency(jobs=["job"], allow_failure=True))
+    connection.delete("rq:job:text")
+    connection.set("rq:job:text", "no hash")
+    connection.delete("rq:job::list:dependencies")
+    connection.rpush("rq:job::list:dependencies", "no set")
+    enqueue("elsewhere", "b", depends_on=Dependency(jobs=["job"], allow_failure=True))
+    connection.hset("rq:job:elsewhere", "origin", "text")
+    connection.set("rq:queue:text", "no list")
+    connection.zadd("rq:deferred:text", {"elsewhere": 1})
+    (job,) = claim(queue)
+    fail(job, ValueError("x"))
+    assert connection.zscore("rq:deferred:text", "elsewhere")  # its queue is no list: it waits on
+    assert connection.zcard("rq:wip:generate") == 0
+    assert [places(connection, job_id) for job_id in ("list", "fine")] == [["deferred"], ["generate"]]
 
 
 @pytest.mark.parametrize("end", ["finish", "give_back"])
