@@ -171,7 +171,7 @@ def measured(load: Load) -> Json:
 
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     dice = random.Random(10)
-    by_size = loads(bench, dice, (1, 3) if quick else (1, 8, 32), 3 if quick else 24)
+    by_size = loads(bench, dice, (1, 3) if quick else (1, 4, 32), 3 if quick else 24)
     longer = longer_loads(bench, dice, *((3, 6, 6) if quick else (16, 48, 20)))
     alone: dict[str, Contestant] = {"bare": partial(bare, bench)}
     with closing(Engines(bench)) as engines, pipeline(bench, folder, by_size[-1].places) as through:

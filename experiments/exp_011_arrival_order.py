@@ -27,7 +27,7 @@ from rows_bench import Contexts, Job, Load, Rectangle, Rows, Run, run_once, same
 
 @dataclass
 class Counts:
-    """The counts of one run. Implements `rows_bench.Watch`.
+    """The counts of one run.
 
     Attributes:
         fed: tokens in prefill passes, padding included.
@@ -200,7 +200,8 @@ def measured(bench: Bench, loads: Loads, rounds: int) -> Found:
     found: Found = {name: {mode: Measured() for mode in NAMES} for name in loads}
     for number, (name, mode) in in_turn([(name, mode) for name in loads for mode in MODES], rounds):
         (load, order), counts = loads[name], Counts()
-        run = run_once(bench, contexts, load, mode, counts)
+        with counts.during():
+            run = run_once(replace(bench, network=counts.model(bench.network)), contexts, load, mode)
         note(f"{name}, round {number + 1} of {rounds}: {mode.name} {run.seconds:.1f} s")
         tokens = dict(zip(order, run.tokens, strict=True))
         found[name][mode.name].runs.append(replace(run, tokens=[tokens[n] for n in sorted(tokens)]))

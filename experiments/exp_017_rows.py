@@ -31,10 +31,10 @@ MIXED, RESTORED, COMING, EQUAL = 2.5, 1.4, 1.1, 1.0
 
 def loads(bench: Bench, *, quick: bool) -> list[Load]:
     """Unequal rows, fresh and restored; restored rows and short ones that come and go; rows of similar length."""
-    long, medium, said = ((1, 300), (3, 40), 4) if quick else ((2, 800), (14, 60), 16)  # rows, and tokens of each
+    long, medium, said = ((1, 300), (3, 40), 4) if quick else ((2, 600), (14, 60), 16)  # rows, and tokens of each
     rows, places, context = (5, 3, 300) if quick else (24, 12, 512)
     few, some, most = (2, 4, 6) if quick else (8, 16, 32)  # tokens generated; short rows generate up to `most`
-    n_steady, equal, each = (3, (1, 2), 3) if quick else (16, (1, 8), 16)
+    n_steady, equal, each = (3, (1, 2), 3) if quick else (16, (1, 4), 16)
     dice = random.Random(17)
 
     def ids(n_tokens: int, seed: int) -> tuple[int, ...]:
@@ -84,7 +84,7 @@ def measured(bench: Bench, contexts: Contexts, load: Load, rounds: int) -> Json:
         **{
             name: {
                 "s": spread([run.seconds for run in runs]),
-                "steps": len(runs[0].memory),
+                "steps": runs[0].steps,
                 "peak_mb": spread([run.peak / 1e6 for run in runs], digits=1),
                 "peak_to_rows": round(statistics.median(run.peak for run in runs) / bytes_of_rows, 3),
             }

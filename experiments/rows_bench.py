@@ -6,9 +6,8 @@ place. MLX is imported after the BLAS library is loaded.
 
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from bench import Bench
 
@@ -46,21 +45,13 @@ class Run:
     """
     Attributes:
         tokens: those generated, by row.
-        memory: (seconds, bytes) after each step; bytes beyond those that were in use before the rows' caches.
-        peak: most such bytes at any time.
+        peak: most bytes at any time, beyond those that were in use before the rows' caches.
     """
 
     seconds: float
     tokens: list[list[int]]
-    memory: list[tuple[float, int]]
+    steps: int
     peak: int
-
-
-class Watch(Protocol):
-    """Measures a run from the inside."""
-
-    def model(self, model: Any) -> Any: ...
-    def during(self) -> AbstractContextManager[Any]: ...
 
 
 class MlxLm:
@@ -68,11 +59,11 @@ class MlxLm:
 
     name = "mlx-lm"
 
-    def __init__(self, bench: Bench, load: Load, caches: list[Any], watch: Watch | None) -> None:
+    def __init__(self, bench: Bench, load: Load, caches: list[Any]) -> None:
         from mlx_lm.generate import BatchGenerator
 
         self._generator = BatchGenerator(
-            watch.model(bench.network) if watch else bench.network,
+            bench.network,
             completion_batch_size=load.places,
             prefill_batch_size=min(MLX_PREFILL_ROWS, load.places),  # or it would have eight places
             prefill_step_size=MLX_PREFILL_TOKENS,
@@ -97,10 +88,10 @@ class Rows:
 
     name = "rows"
 
-    def __init__(self, bench: Bench, load: Load, caches: list[Any], watch: Watch | None) -> None:
+    def __init__(self, bench: Bench, load: Load, caches: list[Any]) -> None:
         from stoker_worker.engine.mlx_generators import MOST_PREFILLING
 
-        self._generator = self._made(bench, load, watch.model(bench.network) if watch else bench.network)
+        self._generator = self._made(bench, load)
         self._most_prefilling = MOST_PREFILLING
         self._chunk_tokens = bench.worker_chunk
         self._places = load.places
@@ -108,10 +99,10 @@ class Rows:
         self._prefilling: set[int] = set()
         self._n_left: dict[int, int] = {}
 
-    def _made(self, bench: Bench, load: Load, model: Any) -> Any:
+    def _made(self, bench: Bench, load: Load) -> Any:
         from stoker_worker.engine.rows.rows_generator import RowsGenerator
 
-        return RowsGenerator(model, bench.model.spec)
+        return RowsGenerator(bench.network, bench.model.spec)
 
     def next(self) -> Iterator[tuple[int, int]]:
         self._let_in()
@@ -145,11 +136,11 @@ class Rectangle(Rows):
 
     name = "rectangle"
 
-    def _made(self, bench: Bench, load: Load, model: Any) -> Any:
+    def _made(self, bench: Bench, load: Load) -> Any:
         from stoker_worker.engine.mlx_generators import MOST_PREFILLING, BatchedGenerator
 
         return BatchedGenerator(
-            model, max_batch=load.places, max_prefilling=MOST_PREFILLING, max_chunk_tokens=bench.worker_chunk
+            bench.network, max_batch=load.places, max_prefilling=MOST_PREFILLING, max_chunk_tokens=bench.worker_chunk
         )
 
 
@@ -157,7 +148,7 @@ Contestant = type[MlxLm] | type[Rows]
 CONTESTANTS: tuple[Contestant, ...] = (MlxLm, Rows)
 
 
-def run_once(bench: Bench, contexts: "Contexts", load: Load, contestant: Contestant, watch: Watch | None = None) -> Run:
+def run_once(bench: Bench, contexts: "Contexts", load: Load, contestant: Contestant) -> Run:
     """One contestant's run of all rows, timed from their insertion to the last token."""
     import mlx.core as mx
 
@@ -167,19 +158,18 @@ def run_once(bench: Bench, contexts: "Contexts", load: Load, contestant: Contest
     caches = [contexts.caches(job) for job in load.jobs]
     mx.reset_peak_memory()  # after the contexts' own prefill
     tokens: list[list[int]] = [[] for _ in load.jobs]
-    memory, n_left = [], sum(job.max_tokens for job in load.jobs)
+    steps, n_left = 0, sum(job.max_tokens for job in load.jobs)
     begin = time.perf_counter()
-    running = contestant(bench, load, caches, watch)
-    with watch.during() if watch else nullcontext():
-        while n_left:
-            for index, token in running.next():
-                tokens[index].append(token)
-                n_left -= 1
-            memory.append((time.perf_counter() - begin, mx.get_active_memory() - before))
+    running = contestant(bench, load, caches)
+    while n_left:
+        for index, token in running.next():
+            tokens[index].append(token)
+            n_left -= 1
+        steps += 1
     seconds = time.perf_counter() - begin
     peak = mx.get_peak_memory() - before
     running.close()
-    return Run(seconds, tokens, memory, peak)
+    return Run(seconds, tokens, steps, peak)
 
 
 class Contexts:
