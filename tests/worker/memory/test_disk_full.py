@@ -343,3 +343,59 @@ def test_something_in_the_place_of_a_cache_folder_costs_the_cache(
         store.ram_cache.drop("agent")
         assert agent.cached((*LONG, 1, 2)) == 901
         assert problems_of(store) == []
+
+
+def test_a_temp_folder_that_somebody_removed_is_made_again(tmp_path: Path) -> None:
+    with closing(open_store(tmp_path)) as store:
+        agent = Agent(store)
+        agent.say(LONG[:300])
+        (tmp_path / "tmp").rmdir()
+        assert "cache" not in store.save(agent.turn(LONG[:600]))
+        assert agent.cached((*LONG[:600], 1)) == 600
+
+
+def test_a_file_system_without_inodes_costs_the_cache(small_disk: SmallDisk) -> None:
+    store = AgentCacheStore(small_disk.path / "store", max_bytes=1 << 30)
+    agent, other = Agent(store), Agent(store, "other")
+    agent.say(LONG[:600])
+    store.pin(frozenset({"agent"}), frozenset())
+    disk = os.statvfs(small_disk.path)
+    small_disk.remount(f"nr_inodes={disk.f_files - disk.f_ffree}")
+    assert "No space left" in store.save(other.turn(LONG[:500]))["cache"]["save_error"]
+    store.mark_unsaved("new")
+    small_disk.remount("nr_inodes=1000")
+    assert agent.tokens() == LONG[:600]
+    assert other.tokens() == LONG[:500]
+    store.close()
+
+
+def test_notes_of_lost_turns_find_space_beyond_the_reserved_one_and_are_never_lost_silently(
+    small_disk: SmallDisk,
+) -> None:
+    folder = small_disk.path / "store"
+    sqlite = FullFiles()
+    store = AgentCacheStore(folder, connector=sqlite.connector, max_bytes=1 << 30)
+    Agent(store).say(LONG)
+    sqlite.arm(1, 10**9, number=errno.EIO)
+    with pytest.raises(OSError, match="Input/output"):
+        Agent(store, "0").say(LONG[:10])
+    small_disk.fill()
+    noted: list[str] = []
+
+    def note_until_it_fails() -> None:
+        for number in range(1000):
+            store.mark_unsaved(f"\U0001f600 {number} ")
+            noted.append(f"\U0001f600 {number} ")
+
+    with pytest.raises(OSError, match="No space left"):
+        note_until_it_fails()
+    assert len(noted) > 128
+    small_disk.free()
+    sqlite.arm(1, 0)
+    store = reopen(store, folder)
+    for name in noted:
+        with pytest.raises(AgentTranscriptUnreadable, match="not saved"):
+            store.open_agent(name)
+    assert Agent(store).tokens() == LONG
+    assert Agent(store, f"\U0001f600 {len(noted)} ").tokens() == ()
+    store.close()

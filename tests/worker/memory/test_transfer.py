@@ -237,12 +237,13 @@ def test_what_a_forger_says_of_caches_and_times_is_not_taken_over(
     assert cache is not None
     false = dataclasses.replace(cache, model="../../../" + "a" * 64, tokens=10**9, snapshots=(9, 5))
     forged = tmp_path / "forged"
-    for about in (
-        dataclasses.replace(record.about, cache=false),
-        dataclasses.replace(record.about, tokens=5, since_full=-(10**6)),
-        dataclasses.replace(record.about, saved_at=1e300, answer_until=1e300),
+    for forge in (
+        _resealed(about=dataclasses.replace(record.about, cache=false)),
+        _resealed(about=dataclasses.replace(record.about, tokens=5, since_full=-(10**6))),
+        _resealed(about=dataclasses.replace(record.about, saved_at=1e300, answer_until=1e300)),
+        _resealed(keep_tokens=False),
     ):
-        forged.write_bytes(_resealed(about=about)(exported.read_bytes()))
+        forged.write_bytes(forge(exported.read_bytes()))
         import_agent(away, forged)
         with closing(open_store(away.path)) as store:
             agent = Agent(store, "a", salt="s")
