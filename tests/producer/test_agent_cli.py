@@ -125,10 +125,9 @@ def test_forget_asks_first(stoker):
     assert "--yes" in json.loads(out)["error"]["message"]
 
 
-@pytest.mark.parametrize("arguments", [("fork", "a", ""), ("info", "a\nb"), ("rollback", "a", "--expect-version", "0")])
-def test_an_invalid_command_is_exit_code_2_and_enqueues_nothing(stoker, connection, arguments):
-    code, _, err = stoker("agent", *arguments)
-    assert code == 2, err
+def test_an_invalid_command_is_exit_code_2_and_enqueues_nothing(stoker, connection):
+    for arguments in (("fork", "a", ""), ("info", "a\nb"), ("rollback", "a", "--expect-version", "0")):
+        assert stoker("agent", *arguments)[0] == 2, arguments
     assert connection.keys("rq:*") == []
 
 

@@ -185,13 +185,14 @@ def test_an_id_of_another_job_is_refused_and_nothing_of_it_is_touched(server):
     assert queued(server) == ["mine", "a", "c"]
 
 
-@pytest.mark.parametrize(
-    "there", [b"a string", {"status": "queued"}, {"data": "[]"}, {"data": b"\x80pickle", "origin": "generate"}]
-)
-def test_an_id_behind_which_there_is_something_else_is_taken(server, there):
-    server.set("rq:job:j", there) if isinstance(there, bytes) else server.hset("rq:job:j", mapping=there)
-    with pytest.raises(DuplicateJob):
-        Producer(server).submit(**REQUEST, job_id="j")
+def test_an_id_behind_which_there_is_something_else_is_taken(server):
+    server.set("rq:job:text", b"a string")
+    pickled = {"data": b"\x80pickle", "origin": "generate"}
+    for name, there in {"no-data": {"status": "queued"}, "no-origin": {"data": "[]"}, "pickled": pickled}.items():
+        server.hset(f"rq:job:{name}", mapping=there)
+    for name in ("text", "no-data", "no-origin", "pickled"):
+        with pytest.raises(DuplicateJob):
+            Producer(server).submit(**REQUEST, job_id=name)
     assert queued(server) == []
 
 

@@ -207,9 +207,9 @@ def test_a_connection_of_the_other_kind_or_that_decodes_responses_is_refused_at_
             made(own(decode_responses=True))
 
 
-@pytest.mark.parametrize("name", ["", "a,b", " a", "a\n"])
-def test_a_queue_no_worker_could_name_is_refused(connection, producer, name):
-    with pytest.raises(ValueError, match="queue name"):
-        Producer(connection, queue=name)
-    with pytest.raises(ValueError, match="queue name"):
-        producer.submit(agent_id="a", prompt="x", queue=name)
+def test_a_queue_no_worker_could_name_is_refused(connection, producer):
+    for name in ("", "a,b", " a", "a\n"):
+        with pytest.raises(ValueError, match="queue name"):
+            Producer(connection, queue=name)
+        with pytest.raises(ValueError, match="queue name"):
+            producer.submit(agent_id="a", prompt="x", queue=name)

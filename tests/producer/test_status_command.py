@@ -58,24 +58,15 @@ def test_lost_data_and_a_suspension_come_first(connection, stoker):
     assert json.loads(stoker("status", "--json")[1])["workers"][0]["live"]["now"]["data_loss"]["jobs"] == 3
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"queues": [{}]},
-        {"queues": [1]},
-        {"queues": ["\ud800"]},
-        {"model": ["m"]},
-        {"host": None},
-        {"pid": "x"},
-        {"now": {"at": 1, "tokens_per_s": "x"}},
-    ],
-)
-def test_a_workers_record_that_is_garbage_breaks_neither_status_nor_submit(record, producer, connection, stoker):
-    publish(connection, "stoker-mac", "generate", **record)
-    connection.delete(SERVED_KEY.format(queue="generate"))
-    producer.submit(prompt="x")
-    code, out, _ = stoker("status")
-    assert (code, "stoker-mac" in out) == (0, True)
+def test_a_workers_record_that_is_garbage_breaks_neither_status_nor_submit(producer, connection, stoker):
+    garbage: list[dict[str, object]] = [{"queues": queues} for queues in ([{}], [1], ["\ud800"])]
+    garbage += [{"model": ["m"]}, {"host": None}, {"pid": "x"}, {"now": {"at": 1, "tokens_per_s": "x"}}]
+    for record in garbage:
+        publish(connection, "stoker-mac", "generate", **record)
+        connection.delete(SERVED_KEY.format(queue="generate"))
+        producer.submit(prompt="x")
+        code, out, _ = stoker("status")
+        assert (code, "stoker-mac" in out) == (0, True), record
 
 
 def test_garbage_that_is_no_number_or_no_json_breaks_no_status(producer, connection, stoker):

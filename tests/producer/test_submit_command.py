@@ -117,9 +117,8 @@ def test_an_option_replaces_that_field_of_the_file(stoker, request_of):
     assert request_of(from_stdin) == {"v": 5, "prompt": "z", "max_tokens": 3}
 
 
-@pytest.mark.parametrize(
-    ("file", "told"),
-    [
+def test_a_file_that_is_no_request_is_refused_by_name(stoker):
+    for file, told in (
         (b"[]", "JSON object"),
         (b"{", "JSON object"),
         (b'{"prompt": "p", "colour": 1}', "colour"),
@@ -127,12 +126,9 @@ def test_an_option_replaces_that_field_of_the_file(stoker, request_of):
         (b'{"prompt": "p", "v": 99}', "v 99"),
         (b'{"max_tokens": 3}', "no input"),
         (b"\xff", "UTF-8"),
-    ],
-)
-def test_a_file_that_is_no_request_is_refused_by_name(stoker, file, told):
-    code, out, err = stoker("submit", "--json-file", "-", stdin=file)
-    assert (code, out) == (2, "")
-    assert told in err
+    ):
+        code, out, err = stoker("submit", "--json-file", "-", stdin=file)
+        assert (code, out, told in err) == (2, "", True), file
 
 
 def test_stdin_is_the_users_message_where_nothing_else_gives_the_input(stoker, request_of):

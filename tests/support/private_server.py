@@ -36,7 +36,7 @@ def private_server(
         )
     try:
         with Redis(unix_socket_path=str(unix_socket), password=password) as admin:
-            _wait_until_it_answers(admin, process, folder / "server.log")
+            wait_until_it_answers(admin, process, folder / "server.log")
             yield admin
     finally:
         process.terminate()
@@ -57,7 +57,11 @@ def acl_refusals(admin: Redis) -> Sequence[str]:
     return [f"{entry['username']}: {entry['reason']} {entry['object']}" for entry in entries]
 
 
-def _wait_until_it_answers(admin: Redis, process: "subprocess.Popen[bytes]", log: Path) -> None:
+def wait_until_it_answers(admin: Redis, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    """
+    Raises:
+        ServerDidNotStart: with what is in `log`.
+    """
     end = time.monotonic() + 20
     while True:
         with suppress(RedisError):

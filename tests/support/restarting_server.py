@@ -3,15 +3,12 @@
 import os
 import signal
 import subprocess
-import time
-from contextlib import suppress
 from pathlib import Path
 
 from redis import Redis
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
 from redis.retry import Retry
-from tests.support.private_server import free_port
+from tests.support.private_server import free_port, wait_until_it_answers
 
 from stoker_worker.embedded_redis import find_program
 
@@ -33,18 +30,11 @@ class RestartingServer:
     def start(self) -> None:
         listening = ["--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self._folder)]
         durable = ["--appendonly", "yes", "--appendfsync", "always", "--save", ""]
+        command = [str(find_program()), *listening, *durable]
         with (self._folder / "server.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [str(find_program()), *listening, *durable], stdout=log, stderr=subprocess.STDOUT
-            )
-        end = time.monotonic() + 30
+            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         with self.connection() as probe:
-            while True:
-                with suppress(RedisError):
-                    probe.ping()
-                    return
-                assert time.monotonic() < end, "the server does not start"
-                time.sleep(0.01)
+            wait_until_it_answers(probe, self._process, self._folder / "server.log")
 
     def kill(self) -> None:
         assert self._process is not None

@@ -280,20 +280,15 @@ def test_thinking_calls_and_their_results_become_the_fields_of_messages():
     ]
 
 
+IMAGE_IN_A_RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image"}]}
+
+
 @pytest.mark.parametrize(
     ("messages", "why"),
     [
         ([{"role": "user", "content": [{"type": "image", "source": {}}]}], "image"),
         ([{"role": "user", "content": [{"type": "document", "source": {}}]}], "document"),
-        (
-            [
-                {
-                    "role": "user",
-                    "content": [{"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image"}]}],
-                }
-            ],
-            "image",
-        ),
+        ([{"role": "user", "content": [IMAGE_IN_A_RESULT]}], "image"),
         ([*ASKED, {"role": "assistant", "content": [{"type": "server_tool_use"}]}, *ASKED], "server_tool_use"),
         ([*ASKED, {"role": "assistant", "content": "Once"}], "ends with the assistant's"),
         ([*ASKED, {"role": "tool", "content": "x"}], "role"),
