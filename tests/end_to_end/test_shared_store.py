@@ -68,6 +68,7 @@ def test_jobs_with_memory_wait_for_a_shared_store_that_is_away_others_go_on_and_
         assert submit("a", context="append").result(timeout_s=60).cache.agent_version == 4
 
 
+@pytest.mark.parametrize("share", ["folder"], indirect=True)
 def test_a_store_is_shared_by_a_command_and_every_conversation_goes_on_at_another_worker(
     share, redis_url, producer, tmp_path
 ):

@@ -30,26 +30,14 @@ def surveyed():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_proof_takes_the_widest_mode_that_is_right(surveyed, name):
+def test_the_proof_takes_the_widest_mode_that_is_right_and_the_page_has_it(surveyed, name):
     found = surveyed[name]
     assert not found.died
     taken = str(WIDEST_FIRST[-1]) if name in ROUNDS_INSIDE else found.mode
     assert found.proved in {found.mode, taken}, f"the survey: {found.wrong}; the proof: {found.why}"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_sequences_that_see_padding_are_noticed(surveyed, name):
-    assert surveyed[name].sees_padding
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_model_that_does_not_run_in_rows_has_a_cause(surveyed, name):
-    assert (cause_of(name) is not None) == (surveyed[name].mode != WIDEST)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_page_of_models_has_the_mode_of_the_survey(surveyed, name):
-    assert line(surveyed[name]) in PAGE.read_text(), "make models"
+    assert found.sees_padding, "sequences that see padding are not noticed"
+    assert (cause_of(name) is not None) == (found.mode != WIDEST)
+    assert line(found) in PAGE.read_text(), "make models"
 
 
 def test_an_architecture_that_kills_its_process_is_one_line_of_the_survey():
