@@ -10,7 +10,7 @@ from tests.support.lossy_proxy import LossyProxy
 from tests.worker.queue.ends import fail, finish, give_back
 from tests.worker.queue.looking import LEASE, places
 
-from stoker_shared.errors import RedisUnavailable
+from stoker_shared.errors import OwnershipLost, RedisUnavailable
 from stoker_shared.wire import TASK_PATH
 from stoker_worker.ports import Busy
 from stoker_worker.queue.client import may_pass
@@ -90,6 +90,20 @@ def test_a_server_that_goes_away_while_a_worker_registers_is_named_as_away(proxy
     with pytest.raises(RedisUnavailable), open_queue(read_settings({"redis_url": proxy.url}), proxy.url):
         pass
     assert proxy.lost
+
+
+@pytest.mark.parametrize("end", ["finish", "fail"])
+def test_a_worker_finds_out_that_its_end_took_effect_though_the_reply_was_lost(connection, proxy, queue, enqueue, end):
+    enqueue("job")
+    enqueue("child", depends_on=Dependency(jobs=["job"], allow_failure=True))
+    (job,) = claim(queue)
+    proxy.lose(ends)
+    again(lambda: finish(job, RESULT) if end == "finish" else fail(job, ValueError("x")))
+    assert proxy.lost
+    assert places(connection, "child") == ["generate"]
+    assert connection.xlen("rq:results:job") == 1
+    with pytest.raises(OwnershipLost):
+        finish(job, RESULT)
 
 
 def test_an_unreadable_dependent_does_not_prevent_an_end(connection, queue, enqueue):
