@@ -32,9 +32,9 @@ def run(bench: Bench, folder: Path, *, quick: bool, vllm_mlx: str | None) -> Jso
     servers = _servers(bench, folder, AGENTS, Path(vllm_mlx) if vllm_mlx else None)
     lengths = {"n_tokens": 40, "max_tokens": 4} if quick else {"n_tokens": 200, "max_tokens": 12}
     repeats = converse(bench, servers, "conversations", TURNS, 1 if quick else 3, **lengths)
-    fleet = _fleet(bench, servers, 4 if quick else 20, lengths)
+    fleet = _fleet(bench, servers, 4 if quick else 48, lengths)
     of_jobs = (
-        {"n_jobs": 4, "most_tokens": 40, "rounds": 1} if quick else {"n_jobs": 24, "most_tokens": 200, "rounds": 3}
+        {"n_jobs": 4, "most_tokens": 40, "rounds": 1} if quick else {"n_jobs": 60, "most_tokens": 200, "rounds": 2}
     )
     jobs = backlogs(bench, servers, **of_jobs)
     of_peers = _ratios(repeats)

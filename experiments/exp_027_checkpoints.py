@@ -1,7 +1,7 @@
 """EXP-027, checkpoints: what do agents with a common beginning, and conversations edited in the middle, prefill?
 
 Models of mlx-lm's own classes with random weights: tiny ones of each kind of cache through the product's engine and
-store, and two of about 130 M parameters behind a worker.
+store, and two of about 130 M parameters behind a worker and mlx_lm.server.
 Run: ``python experiments/exp_027_checkpoints.py``.
 """
 
@@ -18,17 +18,15 @@ from typing import Final
 
 from command import main
 from common import Json, note, rss_mib
+from peer_servers import STOKER, Answer, Job, Servers, rotated
 from random_models import RandomModel, random_ids, write_model
 from report import Report, columns
 from smollm2 import smollm2
 from synthetic_cache import save_turn
-from worker_process import WorkerProcess
 from works import work
 
-from stoker import Producer
-from stoker_shared.result import Usage
-from stoker_worker.embedded_redis import EmbeddedServer
 from stoker_worker.memory.store import AgentCacheStore
+from stoker_worker.models.blas import find_blas
 from stoker_worker.ports import GenerationWork
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 
@@ -136,39 +134,39 @@ def many(model: RandomModel, folder: Path, n_agents: int) -> Json:
 
 
 def served(name: str, folder: Path, n_agents: int) -> list[Json]:
-    """First turns of agents, one after the other, of a worker: with one system prompt, and with a common beginning of
-    their messages that nobody knows."""
+    """First turns of agents, one after the other, of a worker and of mlx_lm.server: with one system prompt, and with a
+    common beginning of their messages that nobody knows. The servers take turns."""
     dice, cells = random.Random(30), list[Json]()
     write_model(name, folder / "model", smollm2())
-    options = ("--model", str(folder / "model"), "--dtype", "float32")
-    with (
-        EmbeddedServer(folder / "redis") as redis,
-        Producer(redis.url) as producer,
-        WorkerProcess(redis.url, folder / "store", *options),
-    ):
-        producer.submit(agent_id="warm-up", prompt="Hello!", max_tokens=2).result(timeout_s=600)
+    servers = Servers(folder / "model", "float32", find_blas(), folder, n_agents, None)
+    with servers.started("served") as (started, _):
         for case in ("system prompt", "unknown beginning"):
-            note(f"{name}: {case}")
-            common, seconds, usages = _numbers(dice, COMMON // 5), list[float](), list[Usage]()
+            common = _numbers(dice, COMMON // 5)
+            found: dict[str, list[tuple[float, Answer]]] = {server: [] for server in started}
             for n in range(n_agents):
                 own = _numbers(dice, OWN // 5)
-                system, text = (common, own) if case == "system prompt" else (None, f"{common} {own}")
-                messages = [{"role": "system", "content": system}] if system else []
-                messages.append({"role": "user", "content": text})
-                began = time.perf_counter()
-                ticket = producer.submit(agent_id=f"{case} {n}", messages=messages, max_tokens=1)
-                usages.append(ticket.result(timeout_s=600).usage)
-                seconds.append(round(time.perf_counter() - began, 3))
-            cells.append({
-                "model": name,
-                "case": case,
-                "tokens": sum(usage.prompt_tokens for usage in usages),
-                "prefilled": sum(usage.prompt_tokens - usage.cached_tokens for usage in usages),
-                "first_s": seconds,
-                "later_s": round(statistics.median(seconds[1:]), 3),
-                "second_sooner": round(seconds[0] / seconds[1], 1),
-            })  # fmt: skip
+                job = Job(own, 1, common) if case == "system prompt" else Job(f"{common} {own}", 1)
+                for server in rotated(started, n):
+                    began = time.perf_counter()
+                    (answer,) = started[server].backlog(f"{case} {n}", [job])
+                    found[server].append((time.perf_counter() - began, answer))
+            cells += [_served_cell(name, server, case, those) for server, those in found.items()]
     return cells
+
+
+def _served_cell(name: str, server: str, case: str, answers: list[tuple[float, Answer]]) -> Json:
+    seconds = [round(one, 3) for one, _ in answers]
+    return {
+        "model": name,
+        "server": server,
+        "case": case,
+        "tokens": sum(answer.n_prompt for _, answer in answers),
+        "prefilled": sum(answer.n_prompt - (answer.n_cached or 0) for _, answer in answers),
+        "first_s": seconds,
+        "later_s": round(statistics.median(seconds[1:]), 3),
+        "second_sooner": round(seconds[0] / seconds[1], 1),
+        "sooner": round(seconds[0] / statistics.median(seconds[1:]), 1),
+    }
 
 
 def _numbers(dice: random.Random, n: int) -> str:
@@ -186,7 +184,7 @@ def run(folder: Path, *, quick: bool) -> Json:
             cells.append({"model": kind, "case": case, **found})
         if kind != PLAIN:
             note(f"{kind}: many agents")
-            crowds.append({"model": kind, **many(model, folder / kind, 10 if quick else 500)})
+            crowds.append({"model": kind, **many(model, folder / kind, 10 if quick else 1000)})
     for cell in cells:
         plain = next(one for one in cells if one["model"] == PLAIN and one["case"] == cell["case"])
         cell["of_plain"] = round(cell["prefilled"] / plain["prefilled"], 3)
@@ -202,7 +200,7 @@ def run(folder: Path, *, quick: bool) -> Json:
             one["of_plain"] <= MOST_MORE for one in (*cells, *crowds)
         ),
         "the_second_agents_first_token_comes_5_times_as_soon": all(
-            one["second_sooner"] >= LEAST_SOONER for one in by_server
+            one["second_sooner"] >= LEAST_SOONER for one in by_server if one["server"] == STOKER
         ),
         "a_full_store_keeps_its_limit_and_the_process_grows_by_50_mb_at_most": all(
             one["bytes"] <= one["max_bytes"] and one["rss_grown_bytes"] <= MOST_GROWN for one in crowds
@@ -213,9 +211,10 @@ def run(folder: Path, *, quick: bool) -> Json:
 
 def _cases(model: RandomModel, *, quick: bool) -> dict[str, Callable[[Path], Json]]:
     cases: dict[str, Callable[[Path], Json]] = {}
+    for n in (3,) if quick else (8, 32):
+        cases[f"{n} agents at once"] = partial(crowd, model, n_agents=n, at_once=True, n_system=COMMON)
+        cases[f"{n} agents, one by one"] = partial(crowd, model, n_agents=n, at_once=False, n_system=COMMON)
     n = 3 if quick else 8
-    cases[f"{n} agents at once"] = partial(crowd, model, n_agents=n, at_once=True, n_system=COMMON)
-    cases[f"{n} agents, one by one"] = partial(crowd, model, n_agents=n, at_once=False, n_system=COMMON)
     cases[f"{n} agents, one by one, no system prompt"] = partial(crowd, model, n_agents=n, at_once=False, n_system=0)
     cases["three edits of a conversation"] = partial(edited, model, n_turns=4 if quick else 12)
     return cases
@@ -234,8 +233,8 @@ CROWDS = {
 }  # fmt: skip
 
 SERVERS = {
-    "model": "{model}", "beginning": "{case}", "tokens in the prompts": "{tokens}", "prefilled": "{prefilled}",
-    "first agent": "{first} s", "second agent": "{second} s", "later agents": "{later_s} s",
+    "model": "{model}", "beginning": "{case}", "server": "{server}", "tokens in the prompts": "{tokens}",
+    "prefilled": "{prefilled}", "first agent": "{first} s", "second agent": "{second} s", "later agents": "{later_s} s",
     "second, times as soon": "{second_sooner}",
 }  # fmt: skip
 
@@ -244,13 +243,12 @@ def render(content: Json, results: Path) -> Report:
     others = [cell for cell in content["cells"] if cell["model"] != PLAIN]
     edits = [cell for cell in others if "edits" in cell["case"]]
     worst, worst_edit = (max(c["of_plain"] for c in group) for group in (others, edits))
-    # the run of 2026-11-28 had mlx_lm.server beside it
-    ours = [one for one in content["served"] if one.get("server", "stoker") == "stoker"]
+    ours = [one for one in content["served"] if one["server"] == STOKER]
     sooner = min(one["second_sooner"] for one in ours)
     crowds = [
         one | {name: round(one[key] / 1e6, 1) for name, key in MEGABYTES.items()} for one in content["crowds"]
     ]  # fmt: skip
-    by_server = [one | {"first": one["first_s"][0], "second": one["first_s"][1]} for one in ours]
+    by_server = [one | {"first": one["first_s"][0], "second": one["first_s"][1]} for one in content["served"]]
     summary = (
         f"Agents with a common beginning, known or not, and edited conversations prefill {worst} times the tokens of a "
         f"plain model at most. With models of about 130 M parameters, the second agent's first token comes {sooner} "
