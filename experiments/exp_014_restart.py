@@ -157,7 +157,7 @@ class _Reader(threading.Thread):
 
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     of_steps = {"blocks": 2, "rows": 2, "repeats": 1} if quick else {"blocks": 32, "rows": 7, "repeats": 5}
-    n_tokens, max_tokens, cycles = (120, 4, 1) if quick else (600, 16, 5)
+    n_tokens, max_tokens, cycles = (120, 4, 1) if quick else (1000, 32, 5)
     step = steps(bench, folder / "steps", **of_steps)
     found = rounds(bench, folder, n_tokens=n_tokens, max_tokens=max_tokens, cycles=cycles)
     slowest = max(ratio["median"] for ratio in found["ratio"].values())
