@@ -1,1 +1,1 @@
-"""RQ under a worker that runs many jobs at once. In the worker, only these modules import rq."""
+"""RQ for a worker that runs many jobs at once. In the worker, only this package imports rq."""

@@ -1,8 +1,8 @@
-"""Judges the answer of a job with a check; if it fails, sends the job on to the next model. Owns no state; any thread.
+"""Checks a job's answer; if the check rejects it, moves the job to its route's next model. Owns no state; any thread.
 
-The job keeps its id, so its ticket, its times to live, its stream and the jobs that wait for it need nothing else. Its
-move is an end of its run (`end.py`), which notes the attempt, counts the verdict, and puts the id in front of the next
-model's queue. So a job moves once and a verdict counts once, whichever worker is killed and whichever reply is lost.
+The job keeps its id, so its ticket, TTLs, stream and dependents need no change. The move is one of the ends of a run
+(`end.py`): one script notes the attempt, counts the verdict and puts the id at the front of the next model's queue. So
+neither a killed worker nor a lost reply moves a job twice or counts a verdict twice.
 """
 
 import json
@@ -26,17 +26,17 @@ from stoker_shared.wire import FIELD_TRIED, TRUST_KEY
 from stoker_worker.queue.json_job import JobRun, JsonJob
 
 _TOO_LONG: Final = (ContextLimitExceeded, BlockPoolTooSmall)
-"""Another model may have room for such a job."""
+"""Errors of jobs for which another model may have room."""
 
 
 @dataclass(frozen=True)
 class CheckOutcome:
-    """The result of a job's check of its answer.
+    """The verdict on a job's answer.
 
     Attributes:
-        task: the class under which it counts.
-        attempts: all of the job, the last one that of this run; none for a job without a check.
-        next: the model to ask now, because the answer is rejected; ``None``: the job ends.
+        task: the class of tasks in which it counts.
+        attempts: all of the job, this run's last; empty for a job without a check.
+        next: the model to ask next, because the answer was rejected; ``None``: the job ends.
     """
 
     task: str
@@ -44,7 +44,7 @@ class CheckOutcome:
     next: RouteStep | None
 
     def as_fields(self) -> dict[str, Any]:
-        """The fields of the result."""
+        """The verdict's fields of the job's result."""
         return {"task": self.task, "attempts": [one.model_dump(mode="json") for one in self.attempts] or None}
 
 
@@ -59,11 +59,7 @@ def model_of(job: JsonJob, request: GenerationRequest | AgentRequest) -> str | N
 def verdict_on(
     job: JsonJob, request: GenerationRequest | AgentRequest, result: Mapping[str, Any]
 ) -> CheckOutcome | None:
-    """The verdict on an answer; ``None`` for a job whose answers nobody judges.
-
-    Args:
-        result: as JSON.
-    """
+    """The verdict on an answer; ``None`` for a job whose answers are not judged. `result`: JSON values."""
     if isinstance(request, AgentRequest) or not request.is_judged:
         return None
     task = task_of(request)
@@ -83,7 +79,7 @@ def verdict_on(
 
 
 def verdict_after(job: JsonJob, request: GenerationRequest | AgentRequest, error: Exception) -> CheckOutcome | None:
-    """The verdict on a job that is too long for this model; ``None`` after any other error, and at the last model."""
+    """The verdict on a job that is too long for this model; ``None`` after any other error or without a next model."""
     model = model_of(job, request)
     if isinstance(request, AgentRequest) or model is None or not isinstance(error, _TOO_LONG):
         return None
@@ -99,7 +95,7 @@ def _verdict(job: JsonJob, request: GenerationRequest, task: str, attempt: Attem
 
 
 def _tried(job: JsonJob) -> tuple[Attempt, ...]:
-    """The attempts so far; none if those in the hash are an earlier job's with this id, or cannot be read."""
+    """The attempts before this run; none if those in the hash are of an earlier job with this id, or unreadable."""
     noted_at, _, text = job.tried.partition(" ")
     if not text or noted_at != job.raw_created_at:
         return ()
@@ -110,15 +106,15 @@ def _tried(job: JsonJob) -> tuple[Attempt, ...]:
 
 
 def count(verdict: CheckOutcome) -> Sequence[Any]:
-    """The command of `end.lua` that counts the last attempt; the earlier ones are counted already."""
+    """The `count` command of `run.lua` for the last attempt; the earlier ones are counted already."""
     attempt = verdict.attempts[-1]
     return ("count", TRUST_KEY, field_of(attempt.model, verdict.task), int(attempt.accepted), KEPT, MOST_PAIRS)
 
 
 def move(run: JobRun, verdict: CheckOutcome, to: RouteStep) -> Sequence[Sequence[Any]]:
-    """The commands that put a job in front of the next model's queue. The push comes first: it may be refused."""
+    """The commands that put a job at the front of the next model's queue. The push, which may be refused, is first."""
     job = run.job
-    # In RQ's form, to which a retry or RQ's own requeue brings it: the attempts are this job's, and stay so.
+    # In RQ's own form, because a retry or RQ's requeue rewrites it so, and FIELD_TRIED must still match it.
     created_at = utcformat(job.created_at)
     attempts = json.dumps([attempt.model_dump(mode="json") for attempt in verdict.attempts])
     queue_key = Queue(to.queue, connection=job.connection).key

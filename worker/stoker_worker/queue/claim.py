@@ -1,11 +1,10 @@
-"""Claims jobs and starts them: a quarantined job alone, otherwise as many as there is room. Fetcher thread.
+"""Claims jobs and starts them: as many as there is room for, but a quarantined job alone. Fetcher thread.
 
-A `Claimer` takes from one queue the jobs that `FairQueue` chooses, as far as their agents are free, and starts them in
-the same step. It owns for how long jobs have been left to the workers that have their agents' caches, and which ids
-another worker still runs. `ClaimOrder` goes through the queues, and makes a `RqClaimedJob` of each started job, or
-refuses it with a line; malformed data in Redis fails only its own job. It numbers the claims, and owns how long a
-quarantined job has waited. Workers tell their jobs apart by id, so the second delivery of an id cannot start before the
-first has left.
+A `Claimer` serves one queue: its script takes the jobs that `FairQueue` chooses out of the queue and starts them. It
+owns how long jobs have been left to the workers with their agents' caches, and which ids another worker still runs.
+`ClaimOrder` serves all queues: it makes an `RqClaimedJob` of each started job, or fails the job with one line if its
+data is malformed. It owns the claim numbers, and how long a quarantined job has waited. Jobs in flight are known by
+their id, so the second delivery of an id starts only after the first has ended.
 """
 
 import itertools
@@ -70,21 +69,21 @@ from stoker_worker.queue.waiting import Aside, QueueView
 
 log = logging.getLogger(__name__)
 
-_CLAIM_TRIES: Final = 8  # in one claim, while jobs turn out not to be ours to claim
-_TRIED_AT_ONCE: Final = 32  # from the second try on: many may be left to the same worker
+_CLAIM_TRIES: Final = 8  # in one claim, while lines are put aside
+_TRIED_AT_ONCE: Final = 32  # jobs, from the second try on: many may be left to the same worker
 _MOST_PASSED: Final = 10_000
 _HELD_S: Final = 0.5
-"""How long a line is aside while a job of its agent is in flight elsewhere, before the next try."""
+"""A line whose agent has a job in flight at another worker is tried again after this time."""
 
 _QUARANTINED_WAITS_S: Final = 5.0
 """How long other jobs still start while a quarantined job waits. After that nothing is claimed until it has run."""
 
 _LOOK_AGAIN_S: Final = 1.0
-"""Until an id is claimed again whose earlier delivery ran at another worker."""
+"""An id of which another worker runs an earlier delivery is tried again after this time."""
 
 _LOOK_AROUND_S: Final = 0.5
 _REST_SHARE: Final = 20.0
-"""Pause this many times as long as a scan took, which passes all jobs that are left to other workers."""
+"""`look_around` scans all lines that are aside, then pauses this many times as long as that took."""
 
 _WAITS: Final = (ScheduledJobRegistry, DeferredJobRegistry)
 _REGISTRIES: Final = (*_WAITS, ReadyJobRegistry, FinishedJobRegistry, FailedJobRegistry, CanceledJobRegistry)
@@ -92,12 +91,12 @@ IN_THE_WAY: Final = PayloadRefused("RQ cannot start the job: a key of it has ano
 
 
 class Granted(NamedTuple):
-    """A job that was claimed and started.
+    """A job that was claimed and started, or that cannot be started.
 
     Attributes:
-        use: how it uses memory, as far as was known when it was claimed.
-        execution: ``None`` for one that cannot be started, and is still in the queue.
-        fields: of its hash, as in `fields_in`.
+        use: its memory use, as it was read before the claim.
+        execution: ``None`` if it cannot be started: its id is still in the queue.
+        fields: of its hash, as from `fields_in`.
         last: as in `ClaimedJob`.
     """
 
@@ -109,11 +108,8 @@ class Granted(NamedTuple):
 
 
 class Claimer:
-    """The waiting jobs of one queue.
-
-    A job that was in flight in two lost workers is quarantined. It is claimed alone, so that a job which kills its
-    workers takes no other jobs down with it a third time.
-    """
+    """Claims the jobs of one queue. A job that was in flight in two lost workers is quarantined: it is claimed alone,
+    so that a job that kills its workers takes no other jobs down with it a third time."""
 
     def __init__(
         self,
@@ -130,7 +126,7 @@ class Claimer:
         """
         Args:
             is_at_hand: as in `FairQueue`.
-            patience_s: how long a job is left to the worker that has its agent's cache, once it was passed here.
+            patience_s: how long a job is left to the worker with its agent's cache, once this worker has passed it.
         """
         self._connection = connection
         self._lease = lease
@@ -147,7 +143,7 @@ class Claimer:
         self.waiting = self.view.waiting
         self._passed_at: dict[str, float] = {}
         self._elsewhere: dict[str, float] = {}
-        self._idle_at = -inf  # when a claim left a place free
+        self._idle_at = -inf  # when a claim last left a place free
         self._has_untried = False
 
     def read_ahead(self, limit: int, busy: Busy) -> None:
@@ -157,20 +153,18 @@ class Claimer:
 
     @property
     def has_unread(self) -> bool:
-        """As `QueueView.has_unread`; also if the last claim found only jobs so far that are not ours to claim."""
+        """As `QueueView.has_unread`; also true if the last claim ended before it had tried all jobs that may run."""
         return self.view.has_unread or self._has_untried
 
     def elsewhere(self) -> Iterable[str]:
-        """The ids that another worker ran at the last try, which is not long ago."""
+        """The ids that another worker was found to run within the last `_LOOK_AGAIN_S`."""
         now = time.monotonic()
         self._elsewhere = {job_id: until for job_id, until in self._elsewhere.items() if until > now}
         return self._elsewhere
 
     def claim(self, limit: int, busy: Busy) -> list[Granted]:
-        """Take up to `limit` jobs out of the queue, which may run beside what is busy, none of them quarantined.
-
-        Nothing is claimed if the lease has another holder, or an operator has suspended the workers.
-        """
+        """Claim up to `limit` jobs that may run beside what is busy, none of them quarantined; nothing if the lease has
+        another holder, or an operator has suspended the workers."""
         granted: list[Granted] = []
         for n in range(_CLAIM_TRIES):
             left = limit - len(granted)
@@ -187,12 +181,12 @@ class Claimer:
         return granted
 
     def claim_quarantined(self, busy: Busy) -> list[Granted]:
-        """As `claim`, for the oldest quarantined job. The caller sees to it that the job runs alone."""
+        """As `claim`, for the oldest quarantined job. The caller makes sure that the job runs alone."""
         job_id = self.next_quarantined(busy)
         return [] if job_id is None else self._take([job_id], 1)[0]
 
     def next_quarantined(self, busy: Busy) -> str | None:
-        """The oldest quarantined job that can be claimed, of those the server still has in the queue."""
+        """The oldest quarantined job that may run and is still in the queue; ``None`` if there is none."""
         while (job_id := self.waiting.next_quarantined(busy)) is not None:
             if self._connection.lpos(self._key, raw(job_id)) is not None:  # type: ignore[arg-type]
                 return job_id
@@ -200,13 +194,9 @@ class Claimer:
         return None
 
     def look_around(self, ready: Container[str]) -> None:
-        """Take back the lines that need not wait any more.
-
-        Args:
-            ready: the other members to which lines may be left.
-        """
+        """Take back the lines that need not wait any more. `ready`: the other members to which lines may be left."""
         lines, now, back = self.waiting.lines, self._clock(), []
-        if len(self._passed_at) > _MOST_PASSED + len(self.waiting):  # a job that goes back has waited already
+        if len(self._passed_at) > _MOST_PASSED + len(self.waiting):  # kept for long: a job that goes back has waited
             self._passed_at = {job_id: at for job_id, at in self._passed_at.items() if job_id in self.waiting}
         for agent_id, why in lines.aside.items():
             head = lines.first_of(agent_id)
@@ -217,11 +207,11 @@ class Claimer:
         lines.take_back(back)
 
     def _passed(self, job_id: str, maker: str) -> Aside:
-        """Its patience begins when the job could have been claimed here first."""
+        """The patience with a job begins when it could have been claimed here for the first time."""
         return Aside(job_id, maker, self._passed_at.setdefault(job_id, self._clock()) + self._patience_s)
 
     def _is_impatient(self, job_id: str) -> bool:
-        """A backlog uses up nobody's patience: it begins anew if this worker has had other work all the time."""
+        """True if the patience with a job is over. It begins anew if every claim since has filled all places."""
         passed_at = self._passed_at.get(job_id, inf)
         is_over = self._clock() - passed_at >= self._patience_s or not self._patience_s
         if is_over and self._patience_s and self._idle_at < passed_at:
@@ -230,7 +220,7 @@ class Claimer:
         return is_over
 
     def _take(self, chosen: Sequence[str], limit: int) -> tuple[list[Granted], bool]:
-        """Claim the first `limit` of these that are ours to claim; and whether any was put aside."""
+        """Claim the first `limit` of these that are ours to claim; also returns whether a line was put aside."""
         if not chosen:
             return [], False
         granted = [Granted(job_id, self.waiting.use_of(job_id)) for job_id in chosen if not is_rqs(job_id)]
@@ -264,7 +254,7 @@ class Claimer:
                 has_put_aside = True
             elif verdict == b"elsewhere":
                 self._elsewhere[job_id] = time.monotonic() + _LOOK_AGAIN_S
-            elif verdict != b"stale":  # somebody else took it from the list, or it is dropped
+            elif verdict != b"stale":  # it was taken from the list, is dropped, or cannot be started
                 self.waiting.discard(job_id)
                 if verdict == b"over":
                     log.info("no job %s waits any more; its id is dropped", job_id)
@@ -281,7 +271,7 @@ class Claimer:
         return run
 
     def _last(self, use: MemoryUse, maker: str, number: int) -> LastVersion | None:
-        """A job that only reads holds off nobody, so its worker cannot be certain that it knows the newest version."""
+        """A job that only reads holds off no writer, so its worker may not know the newest version."""
         if not maker:
             return None
         is_here = maker == self._placement.worker_name and use.access == "write"
@@ -291,7 +281,7 @@ class Claimer:
 def _about(
     queue_name: str, lease: Lease, placement: Placement, registration: RqRegistration
 ) -> Mapping[str, str | int | Sequence[str]]:
-    """What the claim script needs to know, besides the jobs."""
+    """The arguments of the claim script that stay the same."""
 
     def keys(name: str, registries: Sequence[type[BaseRegistry]]) -> list[str]:
         return [registry(name, connection=registration.connection).key for registry in registries]
@@ -317,11 +307,9 @@ class ClaimOrder:
     """Claims the next jobs of all queues, starts them, and enters them into the table of jobs in flight.
 
     Attributes:
-        claimers: of the queues, by name, in the order in which they are served.
+        claimers: by the names of the queues, in the order in which these are served.
         has_claimed: whether there was a claim.
-        is_suspended: whether the last claim saw that an operator has suspended the workers.
-        has_unread: whether the last claim stopped before it knew all waiting jobs.
-        knows_all: whether it came to know all of them. Neither is true after one that did not look.
+        is_suspended, has_unread, knows_all: as in `QueuePort`. The last two are false after a claim that did not look.
     """
 
     def __init__(
@@ -332,10 +320,7 @@ class ClaimOrder:
         ends: JobFinish,
         in_flight: JobsInFlight[RqClaimedJob],
     ) -> None:
-        """
-        Args:
-            ends: given to each claimed job; it also ends a job that cannot be run.
-        """
+        """`ends`: given to each claimed job; it also fails a job that cannot be run."""
         self._connection = connection
         self.claimers = claimers
         self.has_unread = self.knows_all = False
@@ -348,7 +333,7 @@ class ClaimOrder:
         self._claim_numbers = itertools.count()
 
     def waiting_agents(self) -> frozenset[str]:
-        """The agents of the waiting jobs that were read; the same object until they change, if one queue has any."""
+        """See `QueuePort.waiting_agents`. If several queues have agents, each call makes a new object."""
         waiting = [agents for claimer in self.claimers.values() if (agents := claimer.waiting.lines.agents())]
         return waiting[0] if len(waiting) == 1 else frozenset().union(*waiting)
 
@@ -394,7 +379,7 @@ class ClaimOrder:
         self.knows_all = not self.has_unread
 
     def look_around(self) -> None:
-        """After a claim: see which lines that were left to other workers need not wait for these any more."""
+        """After a claim: take back the lines that need not wait for other workers any more."""
         if not self._look.is_due():
             return
         begin = time.thread_time()
@@ -406,7 +391,8 @@ class ClaimOrder:
         self._look.rest(_REST_SHARE * (time.thread_time() - begin))
 
     def _claim_quarantined(self, busy: Busy, claimed: list[RqClaimedJob]) -> bool:
-        """While nothing is in flight, the quarantined jobs of all queues come first: they delay nobody then."""
+        """Claim a quarantined job of any queue; ``False``: there is none. Only while nothing is in flight, so that it
+        delays nobody."""
         alone = Busy(memory_is_away=busy.memory_is_away)
         for name, claimer in self.claimers.items():
             if granted := claimer.claim_quarantined(alone):
@@ -415,8 +401,8 @@ class ClaimOrder:
         return False
 
     def _quarantined_comes_first(self, busy: Busy) -> bool:
-        """True if a quarantined job has waited for so long that nothing may start before it. Of several workers on a
-        queue, one stops for it."""
+        """True if a quarantined job has waited so long that nothing may start here before it. Of several workers on a
+        queue, only one stops for it."""
         alone = Busy(memory_is_away=busy.memory_is_away)
         waits = [name for name, claimer in self.claimers.items() if claimer.next_quarantined(alone) is not None]
         if not waits:
@@ -442,11 +428,7 @@ class ClaimOrder:
             claimed.append(job)
 
     def read(self, queue_name: str, granted: Granted) -> RqClaimedJob | None:
-        """A started job; ``None`` if it was refused.
-
-        Raises:
-            RedisError: the server went away meanwhile; recovery finds the job.
-        """
+        """The started job; ``None`` if it was refused. Raises `RedisError` if Redis is away: recovery finds the job."""
         job_id, execution = granted.job_id, granted.execution
         if execution is None:
             error = IN_THE_WAY if is_rqs(job_id) else FOREIGN_ID
@@ -467,7 +449,7 @@ class ClaimOrder:
                 self._ends.fail(run, error)
             except OwnershipLost:  # it was withdrawn just now
                 self._ends.ownership.let_go(run)
-            if rq_job.rate_limit_key:  # RQ has given it a place for which others wait, to be refused too
+            if rq_job.rate_limit_key:  # RQ gave it a place for which other jobs wait; they are refused in their turn
                 with suppress(RedisError, ValueError):  # anybody may write anything
                     RateLimitRegistry.from_job(rq_job).release_stale_and_enqueue(job_id)
         except Exception as error:

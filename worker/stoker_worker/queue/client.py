@@ -1,6 +1,5 @@
-"""Redis as this package uses it: connecting, the text of scripts, which errors pass by themselves, so that trying again
-helps, and an end for calls that wait for a server which hangs. Owns nothing; any thread.
-"""
+"""Redis for this package: connections, the text of the scripts, which errors may pass by themselves so that a retry
+helps, and an end for calls to a server that hangs. Owns nothing; any thread."""
 
 import logging
 import re
@@ -34,7 +33,7 @@ log = logging.getLogger(__name__)
 _MIN_SERVER: Final = (6, 2, 0)
 STANDBY_POLL_S: Final = 0.5
 _TIMEOUT_S: Final = 25.0
-"""A server that hangs must not hang a thread for ever; RQ would raise a lower limit."""
+"""Time limit of a call: a server that hangs must not block a thread for ever. RQ would replace a lower limit."""
 
 _HUNG_UP_S: Final = 0.5
 _AWAY: Final = (RedisConnectionError, RedisTimeoutError, RedisUnavailable, OutOfMemoryError, ReadOnlyError)
@@ -52,21 +51,20 @@ _AT_THE_LINE_OF_A_SCRIPT: Final = re.compile(r" script: .*$")
 
 @cache
 def lua(*names: str) -> str:
-    """The text of these files of `lua/`, one after the other: a script behind the functions that it calls."""
+    """The text of these files of `lua/`, one after the other: functions first, then the script that calls them."""
     folder = files(__package__) / "lua"
     return "".join((folder / f"{name}.lua").read_text(encoding="utf-8") for name in names)
 
 
 def may_pass(error: Exception) -> bool:
-    """True if Redis is away or cannot write just now. Anything else it refuses, it refuses again."""
+    """True if Redis is away or cannot write just now. After any other error, a retry fails in the same way."""
     if isinstance(error, _AWAY):
         return True
     return isinstance(error, ResponseError) and _CANNOT_WRITE_NOW.match(str(error)) is not None
 
 
 def reason_of(error: RedisError) -> str:
-    """The error for the log: in the server's own words, and without any part of a command, which may hold a
-    password or a result."""
+    """The error for the log, in the server's words; no part of a command, which may be a password or a result."""
     if isinstance(error, AuthenticationError):
         return "Redis refuses the login"
     if isinstance(error, RedisTimeoutError):
@@ -105,8 +103,8 @@ def connect(redis_url: str, *, wait: bool = False) -> Redis:
 
 
 def client_of(redis_url: str, *, timeout_s: float) -> Redis:
-    """Without hidden retries: a transaction whose reply was lost may have been carried out, and every caller here looks
-    before it tries again."""
+    """A client without hidden retries: a transaction whose reply was lost may have been carried out, so every caller
+    looks before it tries again."""
     # A Unix socket has no peer that could vanish, and redis-py takes no such option for it.
     of_tcp = {} if redis_url.startswith("unix:") else {"socket_keepalive": True}
     return Redis.from_url(
@@ -156,7 +154,7 @@ def _warn_if_forgetful(connection: Redis, shown: str) -> None:
 
 @contextmanager
 def as_redis_unavailable() -> Iterator[None]:
-    """Raise errors that pass as `RedisUnavailable`: callers outside this package know no errors of the client's."""
+    """Turn errors that may pass into `RedisUnavailable`: callers outside this package do not know redis-py's."""
     try:
         yield
     except RedisError as error:
@@ -166,7 +164,7 @@ def as_redis_unavailable() -> Iterator[None]:
 
 
 def hang_up(pool: ConnectionPool) -> None:
-    """Each call under way fails now, as if the server had closed its connection; later ones after half a second."""
+    """Make each call under way fail now, as if the server had hung up, and later ones in half a second."""
     in_use = tuple(pool._in_use_connections)
     shorten(pool, _HUNG_UP_S)
     for connection in in_use:
@@ -174,10 +172,10 @@ def hang_up(pool: ConnectionPool) -> None:
 
 
 def shut_down(connection: Connection) -> None:
-    """The call that waits for a reply on this connection fails now, and its next one after half a second.
+    """Make the call that waits for a reply on this connection fail now, and the next one in half a second.
 
-    The socket is shut down, not closed: `disconnect` closes it under the thread that reads from it, and the client then
-    raises errors that are not its own.
+    The socket is shut down, not closed: `disconnect` would close it under the thread that reads from it, and redis-py
+    would then raise errors that are not its own.
     """
     connection.socket_timeout = connection.socket_connect_timeout = _HUNG_UP_S
     sock: socket.socket | None = connection._sock
@@ -187,7 +185,7 @@ def shut_down(connection: Connection) -> None:
 
 
 def shorten(pool: ConnectionPool, timeout_s: float) -> None:
-    """Calls that begin from here on fail after `timeout_s`, or sooner."""
+    """Make calls that begin from now on fail after `timeout_s`, or sooner."""
     timeout_s = min(timeout_s, pool.connection_kwargs["socket_timeout"])
     pool.connection_kwargs.update(socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
     pool.reset()  # a connection that was made before keeps its long time limit

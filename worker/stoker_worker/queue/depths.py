@@ -18,15 +18,12 @@ from stoker_worker.queue.client import as_redis_unavailable
 from stoker_worker.queue.json_job import raw, text
 
 _LOOKED_AT: Final = 100
-"""The oldest job is searched among this many at the front: newer ones may have been put before it."""
+"""The oldest job is looked for among this many at the front: newer ones may have been put before it."""
 
 
 class QueueDepths:
     def __init__(self, connection: Redis, queues: list[str]) -> None:
-        """
-        Args:
-            connection: used by nothing else.
-        """
+        """`connection`: used by nothing else."""
         self._connection = connection
         self._queues = [Queue(name, connection=connection) for name in queues]
 
