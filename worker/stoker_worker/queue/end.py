@@ -1,9 +1,8 @@
-"""Ends jobs, once, and only while they are ours. Finisher threads (fetcher: refused jobs).
+"""Ends jobs, each once and only while it is ours, whichever reply is lost. Finisher threads; fetcher for refused jobs.
 
-`RqClaimedJob` is a job in flight, which ends itself. `Requeue` puts a job back at the front of its queue; `JobFinish`
-writes the other ends. It owns the guarantee that an end is written once, whichever reply got lost. Each end is the
-commands that RQ's own code issues for it, recorded, and carried out by one script (`ownership.py`), which also enqueues
-the jobs that waited for it.
+`RqClaimedJob` is a job in flight. `Requeue` puts a job back at the front of its queue; `JobFinish` writes the other
+ends. An end consists of the commands that RQ's own code issues for it. They are recorded and carried out by one script
+(`ownership.py`), which also enqueues the jobs that depend on this one.
 """
 
 import logging
@@ -57,13 +56,13 @@ log = logging.getLogger(__name__)
 
 _FOR_EVER_S: Final = 366 * 86_400.0
 _MARGIN_S: Final = 3600.0
-"""Longer than any lease, and than the clocks of two machines differ."""
+"""Longer than any lease, and than the difference between the clocks of two machines."""
 
 FOREIGN_ID: Final = InvalidRequest(
     "job_id: RQ reads only ids of letters, digits, '-' and '_'; enqueue the job under such an id"
 )
-# A key of another type, a number that is none, a time that no clock reaches. Other replies are about the server, as a
-# right that is missing, and are no job's fault.
+# Errors caused by a job's data: a key of another type, an invalid number, an expiry out of range. All others are about
+# the server, such as a missing right.
 _OF_THE_DATA: Final = re.compile(r"\bWRONGTYPE\b|\b(hash )?value is (not|out of)\b|\binvalid expire\b")
 
 _FIELDS: Final = (FIELD_ATTEMPTS, FIELD_LOST_ALONE, FIELD_DELIVERY)
@@ -77,7 +76,7 @@ class Claim:
 
     Attributes:
         execution: ``None`` for an id that RQ's own dequeue has left in the list `left_in`.
-        worker_lost: its worker is gone; otherwise it is this worker's own, and counts no loss.
+        worker_lost: its worker is gone, which counts as a loss; otherwise it is this worker's own.
         alone: no other job was in flight beside it.
     """
 
@@ -90,8 +89,7 @@ class Claim:
 
 
 class Requeue:
-    """Puts jobs back, each in one step, for the holder of a lease: its own jobs, or those of the dead member whose
-    lease it has."""
+    """Puts back the jobs of the member whose lease this worker holds, each in one step: its own, or a dead member's."""
 
     def __init__(self, connection: Redis, lease: Lease) -> None:
         self._connection = connection
@@ -99,19 +97,14 @@ class Requeue:
         self._script = connection.register_script(lua("delivery", "requeue"))
 
     def __call__(self, claim: Claim, *, counts_as_attempt: bool) -> Outcome:
-        """
-        Returns:
-            ``requeued``; ``waits`` if the job is in its queue already, as after a lost reply; ``ended`` if there was
-            nothing to put back, or the lease is not ours any more.
-        """
+        """``requeued``; ``waits``: the job was in its queue already, as after a lost reply; ``ended``: there was
+        nothing to put back, or the lease is not ours any more."""
         outcome: Outcome = self._run(claim, self._connection, counts_as_attempt=counts_as_attempt).decode()
         return outcome
 
     def all(self, claims: Sequence[Claim]) -> int:
-        """Put several back in one transaction; returns how many were put back.
-
-        If only some were put back, the next recovery would count the rest as the only jobs that had run side by side.
-        """
+        """Put several back; returns how many were. In one transaction: if only some were put back, the next recovery
+        would take the rest for all the jobs that had run side by side."""
         if not claims:
             return 0
         with self._connection.pipeline(transaction=True) as pipeline:
@@ -123,7 +116,7 @@ class Requeue:
         execution = claim.execution or Execution("", claim.job_id, self._connection, "")
         member = execution.composite_key if claim.execution else ""
         queue_key = Queue(claim.queue, connection=self._connection).key
-        # Each key has to be one that the worker's user may use.
+        # A key that is not needed must still be one that the worker's Redis user may use.
         keys = [queue_key, claim.left_in or queue_key, *keys_of(claim.queue, execution), self._lease.keys[0]]
         counts: list[str | bytes | int] = [int(counts_as_attempt), int(claim.alone), int(bool(claim.left_in))]
         args = [raw(claim.job_id), member, execution.id, claim.queue, self._lease.value, *counts, *_FIELDS]
@@ -131,14 +124,14 @@ class Requeue:
 
 
 def is_the_jobs(error: BaseException) -> bool:
-    """True if an error comes from what is in Redis of one job, so that it comes again with each try."""
+    """True if an error is caused by one job's data in Redis, so that each try meets it again."""
     if isinstance(error, DataError | WatchError) or not isinstance(error, RedisError):
         return True
     return isinstance(error, ResponseError) and _OF_THE_DATA.search(str(error)) is not None
 
 
 class PackedJson(JSONSerializer):
-    """For large numbers of results that wait for long: RQ stores them as base64, which adds a third."""
+    """Compressed JSON, for many results that are kept for long. RQ stores it as base64, which adds a third."""
 
     @staticmethod
     def dumps(*args: Any, **options: Any) -> bytes:
@@ -146,13 +139,7 @@ class PackedJson(JSONSerializer):
 
 
 class JobFinish:
-    """Writes the ends of this worker's jobs.
-
-    Attributes:
-        ownership: tells whether a run is still ours to end.
-        requeue: puts a job back instead.
-        streams, progress: what is shown of a job until then.
-    """
+    """Writes the ends of this worker's jobs. `streams` and `progress` show a job's text and progress until then."""
 
     def __init__(
         self, connection: Redis, registration: RqRegistration, ownership: Ownership, placement: Placement
@@ -167,30 +154,20 @@ class JobFinish:
         self._fail_waiting = connection.register_script(lua("holds", "count", "run", "fail"))
 
     def finish(self, run: JobRun, result: Mapping[str, Any], verdict: CheckOutcome | None = None) -> None:
-        """
-        Args:
-            verdict: counted with the end.
-
-        Raises:
-            OwnershipLost: the run is not ours (any more), or is finished already.
-        """
+        """Raises `OwnershipLost` if the run is not ours (any more), or has ended already. `verdict` is counted too."""
         ttl_s = run.job.get_result_ttl(DEFAULT_RESULT_TTL_S)
         commands = partial(self._success, run, result, verdict, ttl_s)
         self._end(run, RunEnd(commands, "finished", ttl_s if ttl_s > 0 else None), "finished")
 
     def fail(self, run: JobRun, error: Exception, *, partial_text: str | None = None, may_retry: bool = True) -> None:
-        """
-        Raises:
-            OwnershipLost: the run is not ours (any more).
-            RedisUnavailable: RQ could not write it.
-        """
+        """Raises `OwnershipLost` as `finish` does, and `RedisUnavailable` if the failure could not be written."""
         rq_job = run.job
         if isinstance(error, RequestError) or not may_retry:
             rq_job.retries_left = 0  # the same request fails the same way
         self._end_badly(run, "failed", f"{type(error).__name__}: {message_line(error)}", partial_text)
 
     def stop(self, run: JobRun) -> bool:
-        """End a job that was stopped on request, canceled or deleted; ``True`` if it was stopped."""
+        """End a withdrawn job as stopped; ``False`` if its run is not ours any more, as after a cancel or a delete."""
         if self.ownership.of(run) == "lost":
             self.ownership.let_go(run)
             return False
@@ -198,16 +175,11 @@ class JobFinish:
         return True
 
     def go_on(self, run: JobRun, verdict: CheckOutcome, to: RouteStep) -> None:
-        """Send the job on to the next model: its queue gets the job, and the verdict is counted.
-
-        Raises:
-            OwnershipLost: the run is not ours (any more).
-        """
+        """Move the job to the next model's queue, and count the verdict. Raises `OwnershipLost` as `finish` does."""
         self._end(run, RunEnd(lambda: [*move(run, verdict, to), *self._removed(run)]))
 
     def fail_waiting(self, queue_name: str, job_id: str, line: str) -> None:
-        """Fail a job that waits and cannot be started, whose keys may hold anything; only drop its id if there is no
-        such job.
+        """Fail a waiting job that cannot be started; its keys may hold anything. If no such job waits, drop the id.
 
         Raises:
             OwnershipLost: the id is not in the queue, or the lease is another worker's.
@@ -225,7 +197,7 @@ class JobFinish:
             log.error("no job of the id %r waits; the id is dropped", job_id)
 
     def fail_bare(self, run: JobRun, line: str) -> None:
-        """As `fail`, for a job for which RQ's commands cannot be made, or are refused."""
+        """As `fail`, for a job for which RQ's own commands cannot be made or are refused."""
         job = run.job
         log.warning("job %r refused: %s", job.id, line)
         job.has_run_fields = True
@@ -303,7 +275,7 @@ class JobFinish:
         return {**about, "execution_started_at": run.execution.created_at, "execution_ended_at": run.job.ended_at}
 
     def _removed(self, run: JobRun) -> Sequence[Sequence[Any]]:
-        """The commands that remove the run. Some fields belong to it: a requeue by an operator begins at zero."""
+        """The commands that remove the run and its fields of the hash, so that an operator's requeue begins at zero."""
         recorded = self._connection.pipeline(transaction=False)
         run.execution.delete(run.job, recorded)
         if run.job.has_run_fields:
@@ -316,8 +288,8 @@ def _words(recorded: Pipeline) -> list[Sequence[Any]]:
 
 
 def _bare_failure(queue_name: str, job_id: str, line: str) -> list[Sequence[Any]]:
-    """The commands that fail a job without RQ's objects: no key of it but its hash has a type that one can rely on, and
-    no field has."""
+    """The commands that fail a job, made without RQ's objects: any of its keys but the hash may be of another type, and
+    any field may be malformed."""
     ttl_s = DEFAULT_FAILURE_TTL_S
     key, results = raw(Job.key_for(job_id)), raw(Result.get_key(job_id))
     compressed = zlib.compress(line.encode(errors="replace"))
@@ -334,7 +306,7 @@ def _bare_failure(queue_name: str, job_id: str, line: str) -> list[Sequence[Any]
 
 
 def _write_meta(rq_job: JsonJob, recorded: Pipeline, partial_text: str | None) -> None:
-    """As it is now: its producer may have changed it, and this worker may have shown progress in it."""
+    """Write the newest `meta`, which the producer may have changed, without our progress and with the partial text."""
     if (fields := read_meta(rq_job.raw_meta)) is None:
         return
     rq_job.meta = without_progress(fields)  # RQ writes it again when it retries the job
@@ -349,8 +321,8 @@ def _write_meta(rq_job: JsonJob, recorded: Pipeline, partial_text: str | None) -
 
 
 def _retry(rq_job: JsonJob, recorded: Pipeline) -> None:
-    """RQ's `Job.retry` puts a job that is retried at once behind all others, and so behind its agent's next job; and it
-    writes the status of one that waits before the transaction, after which it is in no list."""
+    """Replaces RQ's `Job.retry`. That one puts a job without an interval behind its agent's next job, and writes the
+    status of a scheduled job before the transaction, so that a crash leaves the job in no list."""
     queue = Queue(rq_job.origin, connection=rq_job.connection, job_class=JsonJob, serializer=JSONSerializer)
     interval_s, retries_left = rq_job.get_retry_interval(), rq_job.retries_left
     rq_job.retries_left = (retries_left or 0) - 1
@@ -359,19 +331,13 @@ def _retry(rq_job: JsonJob, recorded: Pipeline) -> None:
             queue.schedule_job(rq_job, now() + timedelta(seconds=interval_s), pipeline=recorded)
         else:
             queue._enqueue_job(rq_job, recorded, at_front=True)
-    finally:  # the next try must not count it twice
+    finally:  # if the commands are made again, they must not count it twice
         rq_job.retries_left = retries_left
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RqClaimedJob(ClaimedJob):
-    """See `ClaimedJob` for the methods.
-
-    It stays in flight until it is released, so recovery leaves it alone while it is being ended.
-
-    Attributes:
-        saves: set once this run begins to save its turn.
-    """
+    """See `ClaimedJob`. Recovery leaves the job alone until `release`. `saves`: set once its turn is being saved."""
 
     run: JobRun = field(repr=False)
     ends: JobFinish = field(repr=False)
@@ -385,7 +351,7 @@ class RqClaimedJob(ClaimedJob):
 
     @property
     def moved_from(self) -> str | None:
-        """This worker's own name is none: it was started anew."""
+        """``None`` also for this worker's own name, under which an earlier process made the version."""
         return None if super().moved_from == self.ends.ownership.member else super().moved_from
 
     @as_redis_unavailable()
@@ -425,8 +391,8 @@ class RqClaimedJob(ClaimedJob):
 
     @as_redis_unavailable()
     def give_back(self, *, counts_as_attempt: bool, alone: bool = False) -> bool:
-        may_be_saved = self.was_saving or self.saves.is_set()  # then the next run tells
-        if self.in_flight.is_to_stop(self.job_id) and not may_be_saved:  # nobody else knows of it
+        may_be_saved = self.was_saving or self.saves.is_set()  # then the next run finds out
+        if self.in_flight.is_to_stop(self.job_id) and not may_be_saved:  # only this worker knows of the stop command
             with suppress(OwnershipLost):
                 self.stop()
             return False
@@ -446,7 +412,7 @@ class RqClaimedJob(ClaimedJob):
         self.ends.streams.close(self.claim_number, ended=False)
 
     def _goes_on(self, verdict: CheckOutcome) -> bool:
-        """Send the job on to the next model, unless there is none, or its stop was asked for."""
+        """Move the job to the next model unless there is none or a stop was asked for; returns whether it was moved."""
         if verdict.next is None or self.in_flight.is_to_stop(self.job_id):
             return False
         with self._lost_is_told():

@@ -1,7 +1,7 @@
-"""Looks after what is due by the clock: scheduled jobs and expired entries. Fetcher thread.
+"""Enqueues scheduled jobs when they are due, and removes expired entries. Fetcher thread.
 
-Owns when each is looked at. Each step is short, because the same thread watches the running jobs. Of several workers on
-a queue one does it (`Members.duties`), and RQ's own locks choose the one that schedules.
+Owns the times of these steps. Each is short, because the same thread watches the running jobs. Of several workers on a
+queue, one cleans up (`Members.duties`), and the holder of RQ's scheduler lock enqueues.
 """
 
 import logging
@@ -41,12 +41,11 @@ _GROUPS_EVERY_S: Final = 600  # as RQ's own workers
 
 
 class Scheduler:
-    """Does what `rq worker --with-scheduler` does in a forked process, for the queues of one worker.
+    """Does for one worker's queues, without a process, the work of the scheduler of `rq worker --with-scheduler`.
 
-    Owns RQ's scheduler locks on our queues. While another worker or a stock scheduler holds a lock, that one enqueues
-    the queue's jobs. RQ's own scheduler reads which jobs are due, and later enqueues them whatever happened in between:
-    if it sleeps there, it enqueues jobs twice, or jobs that were canceled. Here a job leaves the registry and enters
-    its queue in one step.
+    Owns RQ's scheduler locks on these queues; a queue whose lock another scheduler holds is left to that one. RQ's own
+    scheduler reads the due jobs and enqueues them later: if it sleeps in between, it enqueues jobs twice, or canceled
+    ones. Here a job moves from the registry to its queue in one step.
     """
 
     def __init__(self, connection: Redis, lease: Lease) -> None:
@@ -57,7 +56,7 @@ class Scheduler:
         self._enqueue = connection.register_script(lua("enqueue", "enqueue_due"))
 
     def enqueue_due(self) -> bool:
-        """Enqueue due jobs, the oldest first, for a moment; returns whether more are due."""
+        """Enqueue due jobs, the oldest first, for about `_STEP_S`; returns whether more are due."""
         held = [queue for queue in self.queues if self._holds_lock(queue)]
         until = time.monotonic() + _STEP_S
         return any([self._enqueue_due_of(queue, until) for queue in held])  # a list: every queue has its turn
@@ -72,7 +71,7 @@ class Scheduler:
         return acquire_or_refresh_lock(self._connection, key, self._name, _LOCK_S) != "taken"
 
     def _enqueue_due_of(self, queue: str, until: float) -> bool:
-        """Enqueue jobs until a time on the monotonic clock, but one batch at least; returns whether more are due."""
+        """Enqueue due jobs, at least one batch, until a time of the monotonic clock; returns whether more are due."""
         key = ScheduledJobRegistry(queue, connection=self._connection).key
         while True:
             due = self._due(key, current_timestamp())
@@ -92,7 +91,8 @@ class Scheduler:
         return cast(list[bytes], self._connection.zrangebyscore(key, 0, until, start=0, num=_AT_ONCE))
 
     def _move(self, queue: str, key: str, due: list[bytes], status: str = "") -> int:
-        """Enqueue jobs of a registry, but those of another status, which only leave it; returns how many left it."""
+        """Move jobs from a registry to the queue. With a `status`, jobs of another one only leave the registry. Returns
+        how many left it."""
         keys = [key, self._lease.keys[0], RQScheduler.get_locking_key(queue)]
         args: list[str | bytes] = [self._lease.value, self._name, queue, utcformat(now()), status, *due]
         return self._enqueue(keys=keys, args=args) if due else 0
@@ -110,8 +110,7 @@ class Housekeeping:
         self._clean = Periodic(60.0)
 
     def step(self) -> bool:
-        """Do what is due. Returns whether more scheduled jobs are due already, so that the next step should come
-        soon."""
+        """Do what is due; returns whether more scheduled jobs are due already."""
         more_due = self._unharmed(self.scheduler.enqueue_due) or False
         if self._clean.is_due():
             for name in self._members.duties():
@@ -132,7 +131,8 @@ class Housekeeping:
             Group.clean_registries(self._connection)
 
     def _unharmed(self, step: Callable[[], T]) -> T | None:
-        """Do one thing; if what it finds in Redis cannot be read, the others go on without it."""
+        """Do one step; ``None`` if it failed, as on malformed data in Redis: that is logged, and the other steps go on.
+        Raises errors that may pass."""
         try:
             return step()
         except Exception as error:

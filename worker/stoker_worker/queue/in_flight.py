@@ -14,10 +14,8 @@ J = TypeVar("J", bound=ClaimedJob)
 
 
 class JobsInFlight(Generic[J]):
-    """By job id, in the order in which they were claimed.
-
-    A stop command for an id that is not ours is not kept: it may be used again later, and that job must not be stopped.
-    """
+    """Jobs by id, in the order in which they were claimed. A stop command for any other id is ignored: a later job of
+    that id must not be stopped."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -27,12 +25,12 @@ class JobsInFlight(Generic[J]):
         self._to_stop: set[str] = set()
 
     def starting(self, job_id: str) -> None:
-        """A stop command that comes from here on is for this run, although its job is not in flight yet."""
+        """Accept stop commands for this id from now on, although its job is not in flight yet."""
         with self._lock:
             self._starting.add(job_id)
 
     def all_started(self) -> None:
-        """Each run that was being started is in flight by now, or will not be."""
+        """End `starting`: the ids that are not in flight by now will not be. Their stop commands are dropped."""
         with self._lock:
             self._to_stop &= self._jobs.keys()
             self._starting.clear()

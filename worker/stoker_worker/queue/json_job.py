@@ -1,4 +1,4 @@
-"""An RQ job whose payload is read as JSON only. Owns what is read from a job's hash, and no connection; any thread."""
+"""An RQ job whose payload is read as JSON only. Owns which fields of a job's hash are read, and how; any thread."""
 
 import hashlib
 import re
@@ -48,7 +48,7 @@ _UNREADABLE = "<unreadable>"
 _RQS_TIME: Final = re.compile(rb"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
 _OF_RQ: Final = re.compile(r"[A-Za-z0-9_-]+")
 _MOST: Final = 10**15
-"""Seconds, or a count. Servers can add as many seconds to the time."""
+"""The largest number in a field, a count or seconds. Servers can add so many seconds to the time."""
 _MOST_WAITED_S: Final = 9_000_000_000
 """285 years, which Python can add to a date."""
 
@@ -56,11 +56,11 @@ OF_THE_RUN: Final = (FIELD_ATTEMPTS, FIELD_LOST_ALONE, FIELD_SAVING)
 """Fields that a job's hash loses when a run of it ends, unless the job is put back."""
 
 MOST_BYTES: Final = 2 * MAX_DATA_BYTES
-"""Bytes of all fields that are read, as they are stored."""
+"""Limit for the stored bytes of all fields that are read."""
 
 
 class _Json(JSONSerializer):
-    """RQ's, within the bounds of `read_json`."""
+    """RQ's JSON serializer, within the limits of `read_json`."""
 
     @staticmethod
     def loads(s: bytes, *args: Any, **options: Any) -> Any:
@@ -70,7 +70,7 @@ class _Json(JSONSerializer):
 class JsonJob(Job):
     """A job read without unpickling, and without importing anything that it names.
 
-    An unreadable payload raises nothing where RQ's bookkeeping would break off: the job then looks like a call of an
+    An unreadable payload raises nothing, because RQ's bookkeeping would break off: the job then looks like a call of an
     unknown function without arguments, and `read_request` raises the reason. The stored bytes stay as they are.
     """
 
@@ -79,7 +79,7 @@ class JsonJob(Job):
     losses_alone: int = 0  # how many of those had no other job in flight
     is_listened_to: bool = False  # a reader wants the text as it is generated
     raw_meta: bytes = b""  # as far as this worker knows
-    has_ended: bool = False  # its run has
+    has_ended: bool = False  # this run of it has
     has_dependencies: bool = False
     has_webhooks: bool = False
     has_run_fields: bool = False  # its hash may have one of `OF_THE_RUN`
@@ -191,8 +191,7 @@ class JsonJob(Job):
 
 
 def fields_in(values: Sequence[bytes | int | None]) -> dict[bytes, bytes | int]:
-    """The fields for `JsonJob.restore`, from the values of `READ_FIELDS`. A value that is too long is replaced by its
-    length."""
+    """The fields for `JsonJob.restore`, from the values of `READ_FIELDS`; an ``int`` is the length of one too long."""
     named = zip(READ_FIELDS, values, strict=True)
     return {name: value for name, value in named if value is not None}
 
@@ -218,7 +217,7 @@ def is_rqs(job_id: object) -> bool:
 
 
 def _malformed(raw: Mapping[bytes, bytes]) -> set[bytes]:
-    """The fields that RQ cannot decode, or would decode to something of another type than it expects later."""
+    """The fields that RQ cannot decode, or would decode to another type than it expects later."""
     return {name for name, has_form in _FORMS.items() if (value := raw.get(name)) and not _passes(has_form, value)}
 
 
@@ -271,10 +270,10 @@ _FORMS: Final[Mapping[bytes, Callable[[bytes], object]]] = {
     b"status": lambda value: JobStatus(value.decode()),
     b"retry_intervals": lambda value: _are_intervals(value) and read_json(value) != [],
 }
-"""The type of each field that RQ decodes. RQ reads an empty field as a missing one, nearly everywhere."""
+"""A check of each field that RQ decodes. Nearly everywhere, RQ reads an empty field as a missing one."""
 
 _SEEN: Final = (b"dependency_ids", b"webhooks")
-"""Of these it only matters whether there are any."""
+"""Fields of which it only matters whether they are set."""
 
 _OURS: Final = (FIELD_ATTEMPTS, FIELD_LOST_ALONE, FIELD_STREAM, FIELD_PACKED, FIELD_SAVING, FIELD_BATCH, FIELD_TRIED)
 READ_FIELDS: Final = (b"data", b"meta", *_FORMS, *_SEEN, *(name.encode() for name in _OURS))
@@ -282,7 +281,7 @@ READ_FIELDS: Final = (b"data", b"meta", *_FORMS, *_SEEN, *(name.encode() for nam
 
 
 def keys_of(queue: str, execution: Execution) -> list[bytes]:
-    """The keys of a run: job, execution, and where it is entered: for its queue, its job and its worker."""
+    """The keys of a run: the job, the execution, and the registries of its queue, its job and its worker."""
     connection, job_id = execution.connection, execution.job_id
     wip, of_job = StartedJobRegistry(queue, connection=connection), ExecutionRegistry(job_id, connection=connection)
     return [*map(raw, (Job.key_for(job_id), execution.key, wip.key, of_job.key, execution.worker_executions_key))]
@@ -290,11 +289,7 @@ def keys_of(queue: str, execution: Execution) -> list[bytes]:
 
 @dataclass(frozen=True)
 class JobRun:
-    """RQ's record of the job, and of this execution of it.
-
-    Attributes:
-        writes: what the job writes, if it writes any agent's memory.
-    """
+    """RQ's record of a job, and of this execution of it. `writes`: the agents that the job writes, if it writes any."""
 
     job: JsonJob
     execution: Execution
@@ -302,5 +297,4 @@ class JobRun:
 
     @property
     def keys(self) -> list[bytes]:
-        """As `keys_of`."""
         return keys_of(self.job.origin, self.execution)

@@ -1,12 +1,13 @@
-"""A worker's share of its queues. Owns the member's lease and fencing number; main and heartbeat thread.
+"""Leases: the right to claim and end jobs in a member's name. `Lease` is renewed on any thread.
 
-A member is a worker by the name that stays when it is started again. A queue has several members if all of them have
-the same shared store and the same model, else one. Only the holder of a member's lease may claim in that name, and end
-the jobs that were claimed so. It expires if the holder does not renew it, and is taken over at once from a holder that
-is certainly dead (same host and boot, process gone). Each holder has a higher fencing number than all before, so one
-that slept sees whether another has held the lease since. Another member takes the lease of a dead one to put its jobs
-back (`recover.py`). `Members` owns what was seen of the others; fetcher thread. A member counts as dead once its lease
-has been missing for as long as a lease lasts, while this worker reached Redis all the time.
+A member is a worker by the name that stays when it is started again. A queue has several members only if all have the
+same shared store and the same model. A lease expires unless its holder renews it, and is taken over at once from a
+holder that is certainly dead (same host and boot, process gone). Each holder has a higher fencing number than all
+before, so one that slept sees whether another has held the lease since. Another member takes the lease of a dead one
+to put its jobs back (`recover.py`).
+
+`Members` owns the other members as they were last seen; fetcher thread. One counts as dead once its lease has been
+missing for as long as a lease lasts, while this worker reached Redis all the time.
 """
 
 import json
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _RELEASE: Final = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
-# ARGV: the value, the member, what the others see of it from now on.
+# ARGV: the lease's value, the member, its new record.
 _DESCRIBE: Final = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 redis.call('HSET', KEYS[3], ARGV[2], ARGV[3])
@@ -40,12 +41,12 @@ return 1
 """
 
 FENCE_KEPT_S: Final = 30 * 86_400
-"""Names and stores that are used once, as by containers, would fill the server otherwise. Whoever sleeps for longer
-finds that its executions are gone."""
+"""Names that are used once, as by containers, would fill the server otherwise. A worker that sleeps longer finds its
+executions gone."""
 
 _RETRY_S: Final = 0.05
 _LOOK_S: Final = 1.0
-_N_KEYS: Final = 4  # without those of queues
+_N_KEYS: Final = 4  # of a lease, without those of its queues
 
 
 @dataclass(frozen=True)
@@ -53,16 +54,15 @@ class Member:
     """A worker of some queues, as its lease and its record in Redis describe it.
 
     Attributes:
-        name: it stays when the worker is started again.
-        worker: its name as an RQ worker: of this life of its process.
-        queues: those that it serves.
+        name: stays when the worker is started again.
+        worker: its name as an RQ worker, which no other process has.
         store: the name of its store.
         shared: the id of the shared store behind that one; empty: none.
-        model: the name of the one that it has loaded or loads.
+        model: the name of the model that it has loaded or is loading.
         is_ready: its model is loaded.
-        is_leaving: it drains: it claims nothing more.
-        recovers: the dead member whose jobs it puts back in that one's name; empty: none.
-        pids: the PID namespace of the process; a pid of another container tells nothing here. Empty: the host's.
+        is_leaving: it drains and claims nothing more.
+        recovers: the dead member whose lease it holds, to put that one's jobs back; empty: none.
+        pids: the PID namespace of its process, as a pid of another container means nothing here; empty: none.
     """
 
     name: str
@@ -79,12 +79,12 @@ class Member:
 
     @property
     def share(self) -> str:
-        """The value of `SERVED_KEY` while it serves its queues: members of the same value may serve them together."""
+        """The value of `SERVED_KEY` of its queues; members with the same value may serve a queue together."""
         return f"shared {self.shared} {self.model}" if self.shared else f"only {self.name}"
 
     @property
     def kept_in(self) -> str:
-        """The value of `STORE_KEY` from then on."""
+        """The value of `STORE_KEY` of its queues."""
         return f"shared {self.shared}" if self.shared else self.kept_alone
 
     @property
@@ -126,14 +126,14 @@ class Member:
 
 
 class Obstacle(NamedTuple):
-    """The reason why a worker may not serve its queues: a script's reply, from which the operator's error is made.
+    """The reason why a worker may not serve its queues, from a script's reply.
 
     Attributes:
-        kind: `held`: the name has another holder; `served`: a queue is served by others, which this worker may not
-            join; `kept`: a queue's conversations are in another store.
+        kind: `held`: the name has another holder; `served`: workers that this one may not join serve a queue; `kept`: a
+            queue's conversations are in another store.
         found: the value in Redis that is in the way.
         left_s: until it expires.
-        queue: which queue; of `held` any.
+        queue: the one concerned; for `held`, any of the worker's.
         holders: the workers behind it, as far as they are known.
     """
 
@@ -145,7 +145,7 @@ class Obstacle(NamedTuple):
 
     @classmethod
     def of(cls, connection: Redis, reply: Sequence[Any], me: Member) -> "Obstacle":
-        """From a reply of `TAKE` that is not `taken`; two round trips if a queue is served by others."""
+        """From a reply of lease_take.lua or lease_renew.lua; two round trips for `served`."""
         kind, found, left_ms, index = reply
         found = found.decode(errors="replace")
         queue, holders = me.queues[index], []
@@ -157,8 +157,7 @@ class Obstacle(NamedTuple):
         return cls(kind.decode(), found, left_ms / 1000, queue, tuple(holders))
 
     def is_gone(self, me: Member) -> bool:
-        """Returns whether all workers behind it are certainly gone, or are this very one, whose earlier try had no
-        reply."""
+        """True if all holders are certainly dead, or are this very worker, whose earlier try got no reply."""
         is_gone = (one.worker == me.worker or one.is_certainly_dead() for one in self.holders)
         return bool(self.holders) and all(is_gone)
 
@@ -182,7 +181,7 @@ class Obstacle(NamedTuple):
 
 
 def _members(connection: Redis) -> list[Member]:
-    """All members, each as its lease describes it, or if it has none as its record does."""
+    """All members, each from its lease, or from its record if it has no lease."""
     records = cast(dict[bytes, bytes], connection.hgetall(MEMBERS_KEY))
     names = [name.decode(errors="replace") for name in records]
     leases = _leases(connection, names)
@@ -197,16 +196,16 @@ def _leases(connection: Redis, names: Collection[str]) -> list[bytes | None]:
 
 
 def _shown(share: str) -> str:
-    """A value of `SERVED_KEY` for the operator."""
+    """A value of `SERVED_KEY` in words."""
     kind, shared, model = [*share.split(" ", 2), "", ""][:3]
     return f"the shared store {shared} and the model {model!r}" if kind == "shared" else "no shared store"
 
 
 class OwnStore(NamedTuple):
-    """The worker's store, as far as the queue has to know of it.
+    """The facts about the worker's store that the queue needs.
 
     Attributes:
-        name: it stays, and the worker is called like it if the settings have no name; ``None``: called like the worker.
+        name: stays, and is the worker's name too if the settings have none; ``None``: the store has the worker's name.
         shared, has_agents: as in `Lease`.
         is_at_hand: as in `CacheStorePort`.
     """
@@ -221,12 +220,12 @@ NO_STORE: Final = OwnStore()
 
 
 BeforeRenewal = tuple[int, int]
-"""The state when a renewal was sent: how often data was lost, and the highest number."""
+"""The state of `LostData` when a renewal is sent: how often data was lost, and the highest number."""
 
 
 class LostData:
-    """Notices that Redis has lost data: it was restarted without an append-only file, or flushed, or an old replica was
-    promoted. Redis numbers the renewals of a member's lease, and these numbers only grow. Any thread."""
+    """Notices that Redis has lost data: it was restarted without an append-only file, it was flushed, or an old replica
+    was promoted. Its numbers of the renewals of a member's lease then go back, and otherwise only grow. Any thread."""
 
     def __init__(
         self, in_flight: Callable[[], Sequence[ClaimedJob]] = tuple, *, clock: Callable[[], float] = time.monotonic
@@ -243,10 +242,7 @@ class LostData:
             return self._times, self._highest
 
     def renewed(self, number: int, before: BeforeRenewal) -> None:
-        """
-        Args:
-            before: from before the renewal was sent. Renewals of several threads may be answered in another order.
-        """
+        """`before`: from before the renewal was sent, because replies to several threads may come in another order."""
         times, highest = before
         with self._lock:
             if times != self._times:  # another thread has noticed the loss, before or after this renewal
@@ -266,7 +262,7 @@ class LostData:
         )
 
     def had_in_flight(self, claim_number: int) -> bool:
-        """True if a job that is in flight was so when the last loss was noticed."""
+        """True if a job in flight was in flight already when the last loss was noticed."""
         return claim_number <= self._last_claim
 
     def so_far(self) -> DataLoss:
@@ -280,10 +276,9 @@ class Lease:
     Attributes:
         member, worker_name, queues, shared: as in `Member`.
         ttl_s: how long it lasts after a renewal.
-        value: that of the lease key while it is ours; scripts compare it before they write.
-        former_queues: where an earlier holder, which did not leave, has claimed, until `settle`.
-        lost_data: what the renewals have shown.
-        has_agents: whether the store has conversations, so that another one must not take its place unnoticed.
+        value: of the lease's key while it is ours; scripts compare it before they write.
+        former_queues: the queues of an earlier holder that did not leave, until `settle`.
+        has_agents: whether the store has conversations, so that no other store must take its place unnoticed.
     """
 
     def __init__(
@@ -303,8 +298,8 @@ class Lease:
     ) -> None:
         """
         Args:
-            store, model: as in `Member`. ``None``: the store is called like the member.
-            new_store: it may serve queues whose agents' conversations are in another store.
+            store, model: as in `Member`; ``None``: the store has the member's name.
+            new_store: serve queues even if their agents' conversations are in another store.
         """
         process, pids = ProcessIdentity.of_this_process(), pid_namespace()
         self._me = Member(member, worker_name, tuple(queues), store or member, process, shared, model, pids=pids)
@@ -324,8 +319,8 @@ class Lease:
         self._release = connection.register_script(_RELEASE)
         self._leave = connection.register_script(lua("lease_leave"))
         self._describe = connection.register_script(_DESCRIBE)
-        self.value, self._fence = "", 0  # without a number, it is not held
-        self._record = ""  # what other members see: the value, and what was announced
+        self.value, self._fence = "", 0  # number 0: not held
+        self._record = ""  # as other members see this one: the value, with what was announced
 
     @property
     def args(self) -> list[str | int]:
@@ -337,12 +332,12 @@ class Lease:
         """Take the lease, and serve its queues.
 
         Args:
-            recovers: only put the member's jobs back: the set of members, and who serves a queue, stay as they are.
-            waits: the caller tries again after `QueueHeld`, so it has to know at once if that is of no use.
+            recovers: only to put the member's jobs back, without becoming a member or serving its queues.
+            waits: the caller tries again after `QueueHeld`, so raise `StoreUnusable` first: to wait does not help then.
 
         Raises:
-            QueueHeld: another worker, which is not certainly dead, has the name, or serves one of the queues, and the
-                two may not share it.
+            QueueHeld: another worker that is not certainly dead has the name, or serves a queue that the two may not
+                share.
             StoreUnusable: the conversations of a queue are in another store.
         """
         if recovers:
@@ -367,15 +362,15 @@ class Lease:
             is_recovered = obstacle.kind == "held" and obstacle.holders[0].recovers
             if not is_recovered or recovers or time.monotonic() > gives_up_at:
                 raise obstacle.error(me)
-            time.sleep(_RETRY_S)  # it only puts this member's jobs back
+            time.sleep(_RETRY_S)  # the holder only puts this member's jobs back
 
     def renew(self, connection: Redis | None = None, *, notes_store: bool = False) -> bool:
-        """Postpone the expiry, or take a lease that ran out up again; ``False`` if this worker is deposed: another one
-        holds it, or has held it since, or serves a queue which the two may not share.
+        """Postpone the expiry, or take the lease again after it. ``False`` if this worker is deposed: another one holds
+        the lease, has held it since, or serves a queue that the two may not share.
 
         Args:
             connection: used instead of the lease's own.
-            notes_store: as if the store had conversations already.
+            notes_store: write `STORE_KEY` although the store has no conversations yet.
         """
         if not self._fence:
             return False
@@ -393,35 +388,32 @@ class Lease:
         return bool(reply)
 
     def has_a_turn(self) -> bool:
-        """The store is about to get a conversation: Redis notes the store before its first turn, not after.
-
-        Returns ``False`` as `renew` does. Finisher threads.
-        """
+        """Write `STORE_KEY` before the store's first conversation; ``False`` as from `renew`. Finisher threads."""
         with self._first_turn:
             if not self.has_agents:
                 self.has_agents = self.renew(notes_store=True)
             return self.has_agents
 
     def settle(self) -> None:
-        """The jobs of the earlier holder are put back: the others see this one as it is."""
+        """After the jobs of the earlier holder are put back: show the other members this worker instead of it."""
         if self.former_queues and (self._show() or (self.renew() and self._show())):  # it may have run out for a moment
             self.former_queues = ()
 
     def announce(self, what: Mapping[str, Any]) -> bool:
-        """Let the others know more of this member; ``False`` if its lease has run out for a moment: try again."""
+        """Add to this member's record for the others; ``False`` if its lease has run out for a moment: try again."""
         self._record = json.dumps({**json.loads(self._record), **what}, sort_keys=True)
         return self._show()
 
     def leave(self) -> None:
-        """Leave the members, and give up the lease. Nothing may be claimed or in flight in this name any more."""
+        """Leave the members, and give up the lease. No job may be claimed or in flight in this name any more."""
         self._leave(
             keys=self._all_keys, args=[self.value, self.member, self._me.share, FENCE_KEPT_S * 1000, *self.queues]
         )
         self._fence = 0
 
     def release(self) -> None:
-        """Give up the lease and stay a member, whose jobs the next holder puts back. Ignores errors of Redis: the lease
-        then runs out by itself."""
+        """Give up the lease and stay a member, so that the next holder puts the jobs back. Errors of Redis are ignored:
+        the lease then expires."""
         if self._fence:
             with suppress(RedisError):
                 self._release(keys=self.keys, args=[self.value])
@@ -432,12 +424,12 @@ class Lease:
 
 
 class Members:
-    """The workers that share queues with this one: which there are, and which of them has died.
+    """The members as they were at the last look.
 
     Attributes:
         everybody: the names of all members, this one and those with other queues included.
-        others: the members that have a queue in common with this worker, by name, as they were at the last look.
-        dead: those of them that died. Their jobs are to be put back, by whichever member does it first.
+        others: the members that have a queue in common with this worker, by name.
+        dead: those of them that died. The first member that recovers puts their jobs back.
     """
 
     def __init__(
@@ -458,8 +450,8 @@ class Members:
         return {name: member for name, member in self.others.items() if queue in member.queues}
 
     def duties(self) -> list[str]:
-        """The queues on which this worker does what one member has to do: of those that stay, it is the first by name.
-        For a moment two may think so; all of it may be done twice."""
+        """The queues for which this worker does the work of one member: it is the first by name that is not leaving.
+        Two may do it for a moment, so that work must be safe to do twice."""
         others = self.others.items()
         before = {
             queue
@@ -470,15 +462,15 @@ class Members:
         return [queue for queue in self._lease.queues if queue not in before]
 
     def look_if_due(self) -> None:
-        """As `look`, if the last one is some time ago. A part of a lease must not pass between two looks."""
+        """`look`, unless the last one was a moment ago. Half a lease must not pass between two looks."""
         if self._clock() - self._looked_at >= min(_LOOK_S, self._ttl_s / 4):
             self.look()
 
     def look(self, *, asks_processes: bool = False) -> None:
-        """See which members there are, in one round trip while this worker is alone, else in two.
+        """Read the members: in one round trip while this worker is alone, else in two.
 
         Args:
-            asks_processes: whether a member whose lease is there, on this host, is dead all the same.
+            asks_processes: count a member on this host without a process as dead even while its lease lasts.
         """
         found = cast(dict[bytes, bytes], self._connection.hgetall(MEMBERS_KEY))
         members = [Member.of(name.decode(errors="replace"), value) for name, value in found.items()]

@@ -1,11 +1,9 @@
-"""Whose a run is, also after its job's id was enqueued once more; and the one step that ends it while it is ours. Any
-thread.
+"""Decides whether a run is still this worker's, and ends it in one step while it is. Owns no state; any thread.
 
-Owns no state. A run may not be ours because this worker has ended it and the reply was lost; because another worker
-recovered it, or it was canceled or deleted; or because a job with the same id was written over it: if that is the same
-delivery, the run goes on and the hash is put right, else the new job is left untouched. An end is a list of commands,
-recorded as RQ's own code issues them, and carried out by a script that looks first: one round trip, and nobody comes
-between.
+A run is not ours any more if this worker has ended it and the reply was lost, if another worker recovered it, or if it
+was canceled or deleted. If a job with the same id was written over it, the run goes on and the hash is put right if
+that is the same delivery; else the new job is left untouched. An end is a list of commands, recorded as RQ's own code
+issues them. One script checks the ownership and carries them out, so nothing can come between.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,12 +32,12 @@ Commands = Sequence[Sequence[Any]]
 
 @dataclass(frozen=True)
 class RunEnd:
-    """What ends a run.
+    """An end of a run.
 
     Attributes:
-        commands: makes the commands; called again if `meta` has changed. The first one may be refused.
-        sets_free: the jobs that wait for such an end are enqueued.
-        kept_s: how long the set of those that wait on is kept; ``None``: as it is.
+        commands: makes the commands; called again if `meta` has changed. The server may refuse the first one.
+        sets_free: enqueue the jobs that wait for such an end.
+        kept_s: the new lifetime of the set of jobs that still wait; ``None``: unchanged.
     """
 
     commands: Callable[[], Commands]
@@ -51,7 +49,7 @@ _NO_END: Final = RunEnd(tuple)
 
 
 class Ownership:
-    """Tells whose a run is, and clears up after a run that is not ours any more. `member`: in whose name it runs."""
+    """Checks whether runs are ours, ends those that are, and clears up after the others. `member`: this worker's."""
 
     def __init__(self, connection: Redis, lease: Lease) -> None:
         self.member = lease.member
@@ -62,23 +60,21 @@ class Ownership:
         self._let_go = connection.register_script(lua("holds", "let_go"))
 
     def of(self, run: JobRun, *, saves: bool = False) -> State:
-        """``ended``: this worker has ended it.
+        """The state of a run; ``ended``: by this worker. Takes an expired lease again, as `Lease.renew` does.
 
         Args:
-            saves: if it is ours, its turn is being saved from here on, and it is not canceled any more.
-
-        Like `Lease.renew`, it takes up again a lease that ran out while Redis was away.
+            saves: if it is ours, note that its turn is being saved: it is not canceled any more.
         """
         if saves:
             run.job.has_run_fields = True
         return self._asked(run, _NO_END, FIELD_SAVING if saves else "")
 
     def end(self, run: JobRun, end: RunEnd) -> None:
-        """End a run, or find that this worker has ended it before.
+        """End a run, unless this worker has ended it before.
 
         Raises:
             OwnershipLost: the run is not ours (any more).
-            RedisError: it may have been done or not; another call finds out. After a refusal nothing has changed.
+            RedisError: it may have ended or not; another call finds out. After a refusal nothing has changed.
         """
         if self._asked(run, end, "") == "lost":
             raise OwnershipLost(f"job {run.job.id} is no longer this worker's, or has ended already")
@@ -104,11 +100,7 @@ class Ownership:
         return "lost"
 
     def refuse_if_lost(self, run: JobRun, claim_number: int) -> None:
-        """Called for a run that is not ours any more: tells whether that is because Redis has lost it.
-
-        Raises:
-            JobLost: Redis has lost it; nobody has withdrawn the job.
-        """
+        """Raise `JobLost` if a run is not ours any more because Redis has lost it, not because it was withdrawn."""
         self.lease.renew()  # nobody may have noticed the loss yet
         if not self.lease.lost_data.had_in_flight(claim_number):
             return
@@ -118,7 +110,7 @@ class Ownership:
         raise JobLost("Redis has lost data, and with it this run of the job; nothing of it is kept")
 
     def let_go(self, run: JobRun) -> None:
-        """Remove the rest of our run of a job that is not ours any more; the job's own state is not ours to write."""
+        """Remove the rest of a run that is not ours any more; the job's own state is left as it is."""
         about = [run.execution.composite_key, run.execution.id, *OF_THE_RUN]
         self._let_go(keys=[*self.lease.keys, *run.keys], args=[*self.lease.args, *about])
 
@@ -126,7 +118,7 @@ class Ownership:
         return [*self.lease.keys, run.job.key, run.execution.key]
 
     def _goes_on(self, run: JobRun) -> bool:
-        """Put right the hash of a job that was sent twice; ``False`` when the hash holds another delivery."""
+        """Put right the hash of a job that was enqueued again; ``False`` if that is another delivery."""
         rq_job = run.job
         names = ("created_at", "data", "origin")
         fields = cast(list[bytes | None], self._connection.hmget(rq_job.key, names))
@@ -142,8 +134,8 @@ class Ownership:
 
 
 def _is_delivery_of(rq_job: JsonJob, created_at: bytes, data: bytes) -> bool:
-    """Bytes may differ where a client of RQ's has read the job and written it again: it compresses the data, and writes
-    times in its own form."""
+    """True if the hash has this delivery. Bytes may differ if a client of RQ's has rewritten the job: it compresses the
+    data, and has its own form of times."""
     if hash_of(unpacked(data)) != rq_job.data_hash:
         return False
     written = rq_job.raw_created_at

@@ -1,8 +1,7 @@
-"""Shows jobs while they run: how far they are, in their `meta`, and their text, in a Redis stream for each job that is
-read along. Fetcher thread; finisher threads write the end.
+"""Shows jobs while they run: their progress in their `meta`, and the text of jobs with a reader in a Redis stream each.
+Fetcher thread; finisher threads write the end.
 
-Owns these streams, and the progress in `meta`. A stream is a convenience: readers take the answer itself from the job's
-result, so nothing here is tried again.
+Owns these streams, and the progress in `meta`. Nothing is tried again: readers take the answer from the job's result.
 """
 
 import json
@@ -64,10 +63,7 @@ class ProgressMeta:
         self._look(keys=[run.job.key], args=[FIELD_STREAM, _MAX_BYTES], client=pipeline)
 
     def note(self, pipeline: Pipeline, run: JobRun, meta: bytes, progress: SequenceProgress) -> None:
-        """
-        Args:
-            meta: as `look` has read it.
-        """
+        """Write the progress into the job's `meta` if it has changed. `meta`: as `look` has read it."""
         if (fields := read_meta(meta)) is None:
             return
         rate = round(progress.tokens_per_s, 1)
@@ -83,7 +79,7 @@ class ProgressMeta:
 
 
 def read_meta(meta: bytes | str | None) -> dict[str, Any] | None:
-    """``None`` when it is not a JSON object."""
+    """The fields of a job's `meta`; ``None`` when it is not a JSON object."""
     if not meta:
         return {}
     try:
@@ -106,8 +102,8 @@ class _Stream:
     """The contents of one stream.
 
     Attributes:
-        told: characters that it holds; -1 while it is not begun, or its contents are in doubt.
-        is_refused: the server takes nothing for this key, which may hold something else.
+        told: characters that it holds; -1 before the first entry, or while its contents are in doubt.
+        is_refused: the server refuses to write to this key, which may be of another type.
     """
 
     run: JobRun
@@ -116,7 +112,7 @@ class _Stream:
     is_refused: bool = False
 
     def next_entry(self, text: str) -> tuple[str, str] | None:
-        """Kind and text; ``None`` when there is nothing new. After many entries, the whole text takes their place."""
+        """Kind and text; ``None`` when there is nothing new. After many entries, the whole text replaces them."""
         if len(text) <= self.told:
             return None
         if self.told < 0 or self.entries >= MAX_ENTRIES:
@@ -145,10 +141,7 @@ class JobStreams:
         self._open.setdefault(claim_number, _Stream(run))
 
     def tell(self, claim_number: int, so_far: TextSoFar) -> None:
-        """
-        Raises:
-            redis.exceptions.RedisError: Redis is away; whether it was written is unknown.
-        """
+        """Write what is new of a job's text. Raises `RedisError` if Redis is away: it may have been written or not."""
         stream, text = self._open.get(claim_number), so_far.text
         if stream is None or stream.is_refused or len(text.encode()) > MAX_TEXT_BYTES:
             return

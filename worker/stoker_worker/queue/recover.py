@@ -1,9 +1,9 @@
-"""Puts back what this worker's name and dead members left behind. Fetcher thread.
+"""Puts back the jobs of dead members and of this member's earlier processes. Fetcher thread; recovery thread at first.
 
-A dead member's jobs are put back in its own name: whoever takes its lease has deposed it, even if it only slept, and
-is the only one that puts its jobs back. So an execution in a member's name which the holder of its lease does not know
-is an orphan: its owner is dead, or has lost the lease and cannot end the job any more. The member is removed when that
-is done, so nobody takes one of its agents before that agent's jobs are in the queue again.
+To put a dead member's jobs back, a worker takes its lease: that deposes the member even if it only slept, and keeps
+others from doing the same. So an execution in a member's name that the holder of its lease does not know is an orphan:
+its owner is dead, or has lost the lease and cannot end the job any more. The member is removed only afterwards, so that
+no worker takes one of its agents before that agent's jobs are in the queue again.
 """
 
 import logging
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 _ENTRY: Final = re.compile(rb"[A-Za-z0-9_-]+:[A-Za-z0-9_-]+")
 
 Started = Sequence[tuple[str, Execution]]
-"""The executions of some queues as they were at one moment, with the queue of each."""
+"""The executions of some queues at one moment, each with its queue."""
 
 
 class Recoverer:
@@ -45,23 +45,19 @@ class Recoverer:
         self._requeue = Requeue(connection, lease)
 
     def recover(self, own_ids: frozenset[str]) -> int:
-        """Put back jobs; returns how many.
-
-        Args:
-            own_ids: the executions that this worker has in flight.
-        """
+        """Put back the jobs of the dead; returns how many. `own_ids`: the executions that this worker has in flight."""
         lease, members = self._lease, self._members
         queues = list(dict.fromkeys([*lease.queues, *lease.former_queues]))
         started = self._started(queues)
-        members.look(asks_processes=True)  # after that: whoever has an execution was a member before
+        members.look(asks_processes=True)  # only now: a worker becomes a member before it has executions
         found = self._orphans(lease.member, started, own_ids)
         recovered = self._requeue.all(self._latest_first([*found, *self._nobodys(queues, started)]))
         lease.settle()
         names = (execution.worker_name for _, execution in started)
-        # RQ's own rules decide about a stock worker's.
+        # The executions of stock workers are left to RQ's own rules.
         owners = frozenset(member_of(name) for name in names if name.startswith(NAME_PREFIX))
         unknown = owners - members.everybody - {lease.member}
-        dead, members.dead = members.dead, ()  # the next look finds whoever could not be buried now
+        dead, members.dead = members.dead, ()  # the next look finds those that could not be buried now
         recovered += sum(self._bury(name, lease.queues) for name in unknown)
         recovered += sum(self._bury(member.name, member.queues) for member in dead)
         for queue in queues:
@@ -69,7 +65,7 @@ class Recoverer:
         return recovered
 
     def _bury(self, name: str, queues: Sequence[str]) -> int:
-        """Put a dead member's jobs back, and remove it; nothing if another member does so just now, or it is back."""
+        """Put a dead member's jobs back, and remove it; returns how many. Nothing if another does so, or it is back."""
         lease = Lease(self._connection, name, queues, worker_name=self._lease.worker_name, ttl_s=self._lease.ttl_s)
         try:
             lease.acquire(recovers=True)
@@ -87,11 +83,8 @@ class Recoverer:
         return [(queue, execution) for queue in queues for execution in self._executions(queue)]
 
     def _orphans(self, member: str, started: Started, own_ids: frozenset[str] = frozenset()) -> list[Claim]:
-        """A member's jobs in flight that no worker runs.
-
-        Args:
-            own_ids: the executions that this worker knows of. A claim whose connection broke may have begun another.
-        """
+        """A member's jobs in flight that no worker runs. `own_ids`: the executions that this worker knows of; a claim
+        whose connection broke may have begun others."""
         found: list[Claim] = []
         for queue, execution in started:
             name = execution.worker_name
@@ -105,7 +98,7 @@ class Recoverer:
         return [replace(orphan, alone=beside[_owner(orphan)] == 1) for orphan in found]
 
     def _nobodys(self, queues: Iterable[str], started: Started) -> list[Claim]:
-        """Jobs in flight of which it is not known whose they are, and ids that RQ's own dequeue has left."""
+        """Jobs in flight without a known worker, and ids that RQ's own dequeue has left in its intermediate list."""
         found = [
             Claim(execution.job_id, queue, execution, worker_lost=True)
             for queue, execution in started
@@ -119,7 +112,7 @@ class Recoverer:
         return found
 
     def _latest_first(self, found: Sequence[Claim]) -> list[Claim]:
-        """By the time when they were enqueued: put back one by one, they are in queue order."""
+        """Sorted by the time of enqueueing: put back one by one at the front, they are in queue order again."""
         with self._connection.pipeline(transaction=False) as pipeline:
             for orphan in found:
                 pipeline.hget(raw(Job.key_for(orphan.job_id)), "enqueued_at")

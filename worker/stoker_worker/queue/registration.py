@@ -1,7 +1,6 @@
 """This worker as RQ's own tools see it: its hash, its heartbeats, the commands sent to it.
 
-Owns the registration and the thread of RQ's commands. Main thread; the heartbeat writes
-through it, and finishers count.
+Owns the registration and the thread of RQ's commands. Main thread; the heartbeat writes through it, finishers count.
 """
 
 import json
@@ -36,27 +35,24 @@ log = logging.getLogger(__name__)
 NAME_PREFIX = "stoker-"
 _SUFFIX: Final = re.compile(r"-[0-9a-f]{8}$")
 EXECUTION_TTL_S: Final = 7 * 86_400
-"""How long RQ's own tools leave a started job alone: longer than a Mac sleeps. Recovery does not wait for it."""
+"""RQ's own tools leave a started job alone for so long: longer than a Mac sleeps. Recovery does not wait for it."""
 
-_LAST_WAIT_S: Final = 2.0  # longer than a try to connect that `shut_down` has shortened
+_LAST_WAIT_S: Final = 2.0  # longer than a connection attempt that `shut_down` has shortened
 
 
 def new_worker_name(member: str) -> str:
-    """The name of an RQ worker that no other process has had."""
+    """A name for an RQ worker that no other process has had."""
     return f"{NAME_PREFIX}{member}-{secrets.token_hex(4)}"
 
 
 def member_of(worker_name: str) -> str:
-    """The member that an RQ worker of stoker's is, or was."""
+    """The member of a name from `new_worker_name`."""
     return _SUFFIX.sub("", worker_name.removeprefix(NAME_PREFIX))
 
 
 class RqRegistration(BaseWorker):
-    """An RQ worker with many executions and no loop of its own.
-
-    RQ's `BaseWorker` registers us and writes our hash, so that `rq info` and every dashboard show
-    what is true. Its loop, its fork, its signal handlers and its `executions` are not used.
-    """
+    """An RQ worker with many executions. RQ's `BaseWorker` registers it and writes its hash, so that `rq info` and
+    every dashboard show the truth. `BaseWorker`'s loop, fork, signal handlers and `executions` are not used."""
 
     pubsub_thread: Any  # RQ's types know it as `None` only
 
@@ -70,10 +66,7 @@ class RqRegistration(BaseWorker):
         heartbeat_s: float,
         in_flight: JobsInFlight[Any],
     ) -> None:
-        """
-        Args:
-            worker_ttl_s: how long this worker is shown after its last heartbeat.
-        """
+        """`worker_ttl_s`: how long this worker is shown after its last heartbeat."""
         self._is_unsubscribing = threading.Event()
         self.in_flight = in_flight
         super().__init__(
@@ -98,7 +91,7 @@ class RqRegistration(BaseWorker):
         self.is_leaving = False
 
     def sign_on(self) -> None:
-        """Register and listen to commands; may be repeated after Redis went away in the middle of it."""
+        """Register and listen to commands; may be repeated if Redis goes away meanwhile."""
         self.birth_date = now()
         self._state = WorkerStatus.IDLE
         self.beat(self.connection)
@@ -110,7 +103,7 @@ class RqRegistration(BaseWorker):
         self.pubsub_thread.name = "commands"
 
     def unsubscribe(self) -> None:
-        """End the commands thread. RQ's own needs a reply of the server: without one, its thread goes on for ever."""
+        """End the commands thread. RQ's own method leaves it running if the server does not reply."""
         if self.pubsub_thread is None or self.pubsub is None:
             return
         self._is_unsubscribing.set()
@@ -127,14 +120,8 @@ class RqRegistration(BaseWorker):
         self.connection.delete(WORKER_KEY.format(name=self.name))
 
     def beat(self, connection: Redis) -> None:
-        """Show that this worker lives, to RQ's tools and to producers, until a little after the next beat is due.
-
-        Everything is written each time: the server may have lost it, or may have been away for too long, and RQ's tools
-        remove a worker from the sets if its hash is missing when they look.
-
-        Args:
-            connection: the heartbeat's own.
-        """
+        """Show RQ's tools and producers that this worker lives. Everything is written each time: the server may have
+        lost it, and RQ's tools remove a worker whose hash is missing from their sets. `connection`: the heartbeat's."""
         self.last_heartbeat = now()
         self._state = WorkerStatus.BUSY if self.in_flight else WorkerStatus.IDLE
         with connection.pipeline() as pipeline:
@@ -145,7 +132,7 @@ class RqRegistration(BaseWorker):
             pipeline.execute()
 
     def beat_execution(self, connection: Redis, run: JobRun) -> None:
-        """RQ's `Execution.heartbeat`, for an execution that still exists. `connection`: as for `beat`."""
+        """RQ's `Execution.heartbeat`, if the execution still exists. `connection`: as for `beat`."""
         execution, moment = run.execution, now()
         execution.last_heartbeat = run.job.last_heartbeat = moment
         args: list[str | int | float] = [execution.id, execution.composite_key, EXECUTION_TTL_S]
@@ -176,7 +163,7 @@ class RqRegistration(BaseWorker):
             return {name: count for name in names if (count := getattr(self, name))}
 
     def handle_payload(self, message: Any) -> None:
-        """A command, on RQ's pubsub thread. RQ's own handlers know one current job; here there are many."""
+        """Handle a command, on RQ's pubsub thread. RQ's own handlers know one current job; here there are many."""
         try:
             payload = parse_payload(message)
             command = payload.get("command")

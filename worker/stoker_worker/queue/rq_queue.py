@@ -1,8 +1,7 @@
-"""The queue adapter: `QueuePort` in RQ's terms. One round trip asks about all jobs in flight.
+"""`QueuePort` in RQ's terms; `open_queue` makes it, with connection, lease and registration, on the main thread.
 
-Does not decide how many jobs are claimed (the fetcher does), nor which ones (claim.py); a claimed job ends itself
-(end.py). `QueuePort` has the threads. No lock is held while Redis is asked. `open_queue` makes it on the main thread:
-connection, lease and registration, which are closed in reverse.
+The fetcher decides how many jobs are claimed, `claim.py` which ones, and a claimed job ends itself (`end.py`).
+`QueuePort` has the threads. No lock is held while Redis is asked.
 """
 
 import logging
@@ -67,7 +66,7 @@ class RqQueue(QueuePort):
     ) -> None:
         """
         Args:
-            beating: used by the heartbeat alone, with a time limit far below the lease's.
+            beating: used by the heartbeat alone, with a time limit well below the lease's lifetime.
             is_at_hand, patience_s: as in `Claimer`.
         """
         self._connection = connection
@@ -175,7 +174,7 @@ class RqQueue(QueuePort):
 
     @as_redis_unavailable()
     def recover(self) -> int:
-        """Put back what dead workers left, and what a lost connection left of our own claims; returns how many."""
+        """Put back the jobs of dead workers, and those of our claims whose reply was lost; returns how many."""
         if not self._lease.renew():
             return 0
         return self._recoverer.recover(frozenset(job.run.execution.id for job in self._in_flight.snapshot()))
@@ -205,7 +204,6 @@ class RqQueue(QueuePort):
 
     @as_redis_unavailable()
     def beat(self) -> bool:
-        """Refresh worker, executions and lease; ``False`` when the lease is another worker's."""
         if not self._lease.renew(self._beating):
             return False
         self._registration.beat(self._beating)
@@ -223,14 +221,14 @@ class RqQueue(QueuePort):
         hang_up(self._connection.connection_pool)
 
     def sign_off(self) -> None:
-        """Give up the scheduler's locks and the lease, and wait no longer than a second for each call from here on:
-        what the server does not do now runs out by itself. Main thread, after all others."""
+        """Give up the scheduler's locks and the lease. From here on, each call waits for a second at most: the locks
+        and the lease also expire by themselves. Main thread, after all others."""
         shorten(self._connection.connection_pool, 1.0)
         try:
             self._housekeeping.scheduler.sign_off()
             self._registration.register_death()
             if self._in_doubt or self._in_flight or self._lease.former_queues:
-                self._lease.release()  # whoever has the name next, or another member, puts these jobs back
+                self._lease.release()  # the next worker of this name, or another member, puts these jobs back
             else:
                 self._lease.leave()
         except RedisError as error:  # the server is gone; the lease expires by itself
@@ -242,7 +240,7 @@ class RqQueue(QueuePort):
         return not still_runs and self._ownership.of(job.run) != "ours"
 
     def _announce(self) -> None:
-        """Let the other members know that this one is ready. As for `leave`, not before its jobs are settled."""
+        """Tell the other members that this one is ready, but only after the earlier holder's jobs are put back."""
         if (serving := self._to_announce) is None or self._lease.former_queues:
             return
         if self._lease.announce({"model": serving.model, "loading": False}):
@@ -263,13 +261,11 @@ class OpenQueue:
 def open_queue(
     settings: WorkerSettings, redis_url: str, *, store: OwnStore = NO_STORE, model: str = ""
 ) -> Iterator[OpenQueue]:
-    """Be a member of the queues, and registered as an RQ worker, for as long as the context lasts.
-
-    A standby waits while another worker has its name or its queues, or Redis is away, instead of refusing.
+    """Join the queues, registered as an RQ worker, for as long as the context lasts. A standby waits while another
+    worker has its name or its queues, or Redis is away, instead of raising.
 
     Args:
-        store: the worker's.
-        model: the name of the one that the worker is going to load.
+        model: the name of the model that the worker is going to load.
 
     Raises:
         RedisUnavailable: no server at the URL, it refuses us, or it is too old.
@@ -302,7 +298,7 @@ def open_queue(
 
 
 def usual_name() -> str:
-    """This machine's, as far as it can be a member's name."""
+    """The host's name, with the characters that a member's name may have."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64] or "worker"
 
 
@@ -336,12 +332,8 @@ def _new_member(
 
 
 def _take_over(redis_url: str, lease: Lease, registration: RqRegistration, *, standby: bool) -> None:
-    """Hold the queues and be registered, both or neither: a half-done take-over is undone, or expires by itself.
-
-    Raises:
-        QueueHeld, RedisUnavailable: as for `open_queue`, and `standby` is not asked for, or of no use.
-        StoreUnusable: as for `open_queue`.
-    """
+    """Take the lease and register, both or neither: if only one is done, it is undone or expires. Raises as
+    `open_queue` does."""
     said = ""
     while True:
         try:

@@ -1,12 +1,12 @@
 """The waiting jobs of one queue: their order, and what is known of them. Fetcher thread.
 
 `Lines` and `FairQueue` decide the order, without I/O: free places go alternately to the oldest job that may run, and to
-the agent that was served longest ago. Each agent's jobs are a line: only its head can be chosen, so a choice costs as
-much as there are busy agents, however many jobs wait. Jobs that read may go together. A line is aside while another
-worker has a job of the agent in flight, or has its cache. Of the jobs next in either order, one whose agent's cache is
-at hand goes first; `PassedOver` bounds for how long the others are passed over.
+the agent that was served longest ago. Each agent's jobs are a line: only its head can be chosen, so the cost of a
+choice grows with the busy agents, not with the waiting jobs. Jobs that read may go together. A line is aside while
+another worker has a job of the agent in flight, or has its cache. Of the next jobs in either order, one whose agent's
+cache is at hand goes first; `PassedOver` bounds how long the others are passed over.
 
-`QueueView` reads RQ's list once; after that each look asks only for the ids that came in at either end, and for those
+`QueueView` reads RQ's list once. After that, each look asks only for the ids that came in at either end, and for those
 that other workers took. Ids stay in the list until they are claimed, so operators see its true length.
 """
 
@@ -34,7 +34,7 @@ from stoker_worker.queue.json_job import raw, text
 
 _PAGE: Final = 250
 _MAX_IN_FRONT: Final = 1000  # with more new ids than that, the queue is read anew
-_KNOWN: Final = (0, 1, 3, 7, 15, 31, 63, 127)  # from either end: other members take most from there
+_KNOWN: Final = (0, 1, 3, 7, 15, 31, 63, 127)  # places, from either end, of the ids that a look searches for
 _READ_AT_ONCE: Final = 100
 _AT_ONCE_BYTES: Final = 2**17  # compressed, in one reading: unpacking it holds up the thread
 _READ_S: Final = 0.002  # for reading on, in a claim that has found jobs or has no room for any
@@ -43,11 +43,11 @@ _READING: Final = (Job.key_for(""), FIELD_AGENT, FIELD_ATTEMPTS, _AT_ONCE_BYTES,
 _MAX_GONE: Final = 32  # known jobs that are not in the list any more
 
 MOST_PASSED: Final = 32
-"""Places given from the first time that a job is passed over until it is passed no more: a few batches, so that a cache
-serves several turns while it is in RAM. As many jobs are looked at for one place."""
+"""When this many places were given since a job was first passed over, it is passed over no more: a few batches, so that
+a cache serves several turns while it is in RAM. Also, the most jobs that are looked at for one place."""
 
 MOST_PASSED_S: Final = 10.0
-"""The same in seconds, for long jobs: a person who waits for an answer should not notice much of it."""
+"""The same in seconds, for long jobs: a person who waits for an answer should hardly notice it."""
 
 _MOST_KEPT: Final = 1024
 
@@ -56,7 +56,7 @@ Known = tuple[MemoryUse, bool]
 """How a job uses memory, and whether it is quarantined."""
 
 Line = str | tuple[str]
-"""An agent's id; for a job that uses no memory, and so has a line of its own, a tuple of the job's id."""
+"""The name of a line: an agent's id, or a tuple of a job's id, because a job without memory has a line of its own."""
 
 
 class Waiting(NamedTuple):
@@ -76,9 +76,9 @@ class Aside(NamedTuple):
     """Why a line is aside.
 
     Attributes:
-        job_id: its head, when that was noted.
+        job_id: the line's head at that time.
         maker: the member that the line is left to; empty while a job of the agent is in flight elsewhere.
-        until: when to try again, by the clock of whoever put it aside.
+        until: when to try again, by the `Claimer`'s clock.
     """
 
     job_id: str
@@ -87,10 +87,11 @@ class Aside(NamedTuple):
 
 
 class Lines:
-    """
+    """The waiting jobs, by line.
+
     Attributes:
         heads: of all lines that are not aside, in queue order.
-        turns: the agents' heads among these, with when each agent was served; sorted.
+        turns: the agents' heads among these, each with the number of its agent's last place; sorted.
         aside: the agents whose lines are aside.
     """
 
@@ -99,7 +100,7 @@ class Lines:
         self.turns: list[tuple[int, Waiting]] = []
         self.aside: dict[str, Aside] = {}
         self._lines: dict[Line, list[Waiting]] = {}
-        self._served_at: dict[Line, int] = {}  # counts places given; not there for an agent that was never served
+        self._served_at: dict[Line, int] = {}  # the number of its last place; missing for one that was never served
         self._agents: frozenset[str] | None = None
 
     def clear(self) -> None:
@@ -118,7 +119,7 @@ class Lines:
         self._put_in(job.line, line)
 
     def serve(self, job: Waiting, n_served: int) -> None:
-        """The job's line has had its turn, the one of this number."""
+        """Note that the job's line got the place of this number."""
         line = self._take_out(job.line)
         self._served_at[job.line] = n_served
         self._put_in(job.line, line)
@@ -128,7 +129,7 @@ class Lines:
         return next(iter(self._lines.get(name, ())), None)
 
     def behind(self, job: Waiting) -> list[Waiting]:
-        """The next job of the same line, if there is one."""
+        """The next job of the same line; empty if there is none."""
         line = self._lines[job.line]
         at = line.index(job) + 1
         return line[at : at + 1]
@@ -140,14 +141,14 @@ class Lines:
         return self._agents
 
     def put_aside(self, agent_id: str, why: Aside) -> None:
-        """None of the agent's jobs comes up from now on."""
+        """Offer none of the agent's jobs until `take_back`."""
         line = self._take_out(agent_id)
         self._agents, self.aside[agent_id] = None, why
         if line:
             self._put_in(agent_id, line)
 
     def take_back(self, agents: Iterable[str]) -> None:
-        """These agents' jobs come up again. There may be very many."""
+        """Offer the jobs of these agents, of which there may be very many, again."""
         found = (name for name in agents if self.aside.pop(name, None) is not None)
         heads = [self._lines[name][0] for name in found if name in self._lines]
         if heads:
@@ -183,14 +184,14 @@ class Lines:
 
 
 class PassedOver:
-    """When each job was passed over first: after how many places, and at what time."""
+    """When each job was first passed over: after how many places, and at what time."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._first: dict[str, tuple[int, float]] = {}
 
     def note(self, job_ids: Iterable[str], n_given: int) -> None:
-        """These were passed over, after `n_given` places."""
+        """Note that these were passed over, after `n_given` places."""
         now = self._clock()
         for job_id in job_ids:
             self._first.setdefault(job_id, (n_given, now))
@@ -210,7 +211,7 @@ class FairQueue:
     """The order of the waiting jobs. A job can be chosen once `learn` has been called for it and for all before it.
 
     Attributes:
-        is_at_hand: whether nothing of an agent's cache has to be read from disk for its next job.
+        is_at_hand: whether an agent's next job needs nothing of its cache from disk.
         lines: the learned jobs.
     """
 
@@ -228,7 +229,7 @@ class FairQueue:
         return job_id in self._jobs
 
     def clear(self) -> None:
-        """Forget all jobs, and which agents were served. For how long jobs have been passed over stays known."""
+        """Forget all jobs, and which agents were served. How long jobs have been passed over stays known."""
         self._jobs: OrderedDict[str, Waiting] = OrderedDict()  # in queue order
         self._unlearned: OrderedDict[str, None] = OrderedDict()  # those of them whose use of memory is not known
         self.lines.clear()
@@ -236,7 +237,7 @@ class FairQueue:
         self._front, self._back = 0, 0
 
     def append(self, job_ids: Iterable[str]) -> None:
-        """Add jobs at the end. A job that was here already moves there, and what was known of it is forgotten."""
+        """Add jobs at the end. A job that is here already moves there and has to be learned again."""
         for job_id in job_ids:
             self._add(job_id, self._back)
             self._back += 1
@@ -250,7 +251,6 @@ class FairQueue:
             self._unlearned.move_to_end(job_id, last=False)
 
     def discard(self, job_id: str) -> None:
-        """Remove a job, if it is here."""
         job = self._jobs.pop(job_id, None)
         self._quarantined.discard(job_id)
         if job is not None:
@@ -261,19 +261,19 @@ class FairQueue:
             self.lines.remove(job)
 
     def serve(self, job_id: str) -> None:
-        """Remove a chosen job that got its place: its agent's next job waits for its turn. `choose` removes nothing."""
+        """Remove a chosen job that got its place, which `choose` does not; its agent's next turn comes last."""
         self._n_served += 1
         self.lines.serve(self._jobs[job_id], self._n_served)
         self.discard(job_id)
 
     def place_of(self, agent_id: str) -> int | None:
-        """Grows with how far behind the agent's first learned job is; ``None``: it has none. Any thread."""
+        """The place of the agent's first learned job: the later, the larger; ``None``: it has none. Any thread."""
         head = self.lines.first_of(agent_id)
         return None if head is None else head.place
 
     def next_agents(self, limit: int) -> list[str]:
-        """The agents of the next jobs, about in the order of `choose`: by age and by turn alternately. Looks at `limit`
-        heads of each kind or more, because a job without an agent comes first in its place too."""
+        """The agents of the next jobs, in about the order of `choose`: by age and by turn alternately. Of either order,
+        it looks at `MOST_PASSED` heads at least, as `choose` does for one place."""
         most = max(limit, MOST_PASSED)
         by_age = (job.line for job in self._soon_first(islice(self.lines.heads, most), limit))
         by_turn = (job.line for job in self._soon_first((job for _, job in islice(self.lines.turns, most)), limit))
@@ -289,7 +289,6 @@ class FairQueue:
         return list(islice(reversed(self._jobs), count))
 
     def is_nearer_to_the_end(self, job_id: str) -> bool:
-        """True if a job is nearer to the end of the queue than to its front."""
         return 2 * self._jobs[job_id].place > next(iter(self._jobs.values())).place + self._back
 
     def unlearned(self, count: int) -> list[str]:
@@ -307,7 +306,7 @@ class FairQueue:
         self.lines.add(job)
 
     def use_of(self, job_id: str) -> MemoryUse:
-        """How a waiting job uses memory, as it was learned."""
+        """The learned memory use of a waiting job."""
         return self._jobs[job_id].use
 
     def learned(self) -> dict[str, Known]:
@@ -365,12 +364,12 @@ class FairQueue:
         return min(ready).job_id if ready else None
 
     def _goes_now(self, job: Waiting, n_given: int) -> bool:
-        """True if no other job passes it, after `n_given` places."""
+        """True if the job is not passed over, after `n_given` places."""
         agent_id = job.use.agent_id
         return agent_id is None or self.is_at_hand(agent_id) or self._passed_over.for_long(job.job_id, n_given)
 
     def _soon_first(self, jobs: Iterable[Waiting], n_places: int) -> list[Waiting]:
-        """The jobs that will not be passed in so many places, in the order given; then the others."""
+        """Sorted: first the jobs that are not passed over any more after `n_places` more places, then the others."""
         return sorted(jobs, key=lambda job: not self._goes_now(job, self._n_served + n_places))
 
     def _end(self) -> float:
@@ -407,7 +406,7 @@ class QueueView:
         self._look_at = connection.register_script(lua("read", "look"))
         self._read_at = connection.register_script(lua("read") + "return read({unpack(ARGV, 6)})")
         self.waiting = FairQueue(is_at_hand)
-        self._known: dict[str, Known] = {}  # of jobs that are expected to come into `waiting`
+        self._known: dict[str, Known] = {}  # of jobs that are to be learned by `waiting`
         self._may_start_over = Periodic(5.0)
         self._is_whole = True
         self._n_taken = 0
@@ -432,11 +431,11 @@ class QueueView:
         return not self._is_whole or bool(self.waiting.unlearned(1))
 
     def correct(self, job_id: str, use: MemoryUse, *, quarantined: bool) -> None:
-        """A claimed job that goes back to the queue differs from what was read of it: note how it really is."""
+        """Note the real memory use of a claimed job that goes back to the queue, because it was read differently."""
         self._known[job_id] = (use, quarantined)
 
     def _look(self) -> None:
-        """Take in what came in at either end since the last look, a page at a time, and what was taken."""
+        """Take in the ids that came in at either end since the last look, a page at a time, and those taken since."""
         for _ in range(2):
             first, last = self.waiting.first(_KNOWN[-1] + 1), self.waiting.last(_KNOWN[-1] + 1)
             anchors, ends = ([known[at] for at in _KNOWN if at < len(known)] for known in (first, last))
@@ -450,12 +449,12 @@ class QueueView:
             self._n_taken = n_taken
             for job_id in filter(self.waiting.__contains__, map(text, taken)):
                 self.waiting.discard(job_id)
-                self._known.pop(job_id, None)  # if it comes back, its worker was lost with it, perhaps
+                self._known.pop(job_id, None)  # if it comes back, its worker may have been lost with it
             if not anchor:
                 self._start_over()
             if not knows_taken:  # a job may have been taken, and be back because its worker was lost
                 self._known.clear()
-            # Those that were taken, and are back already, are in front anew.
+            # Ids that were taken and are back already are new ones at the front.
             known_before = [job_id for job_id in first[: _KNOWN[anchor - 1] if anchor else 0] if job_id in self.waiting]
             self.waiting.prepend(self._arriving(_without_known(before, known_before)))
             self.waiting.append(self._arriving(behind))
@@ -463,7 +462,7 @@ class QueueView:
             self._is_whole = len(behind) < _PAGE
             if self._is_whole and self._known:
                 self._known = {job_id: known for job_id, known in self._known.items() if job_id in self.waiting}
-            # Jobs were removed in between, or others put there. An id that is in the list twice looks like that too.
+            # Ids were removed from, or put into, the middle of the list. An id that is in it twice looks alike.
             n_unknown = length - len(self.waiting)
             is_wrong = n_unknown < -_MAX_GONE or (n_unknown > 0 and self._may_start_over.is_due())
             if not (self._is_whole and is_wrong):
@@ -483,7 +482,7 @@ class QueueView:
         return job_ids
 
     def _learn(self) -> bool:
-        """Find out how the next jobs use memory; ``False`` when that is known of all."""
+        """Find out how the next jobs use memory; ``False`` when all are learned."""
         job_ids = self.waiting.unlearned(_READ_AT_ONCE)
         if not job_ids and not self._is_whole:
             self._look()
@@ -498,16 +497,16 @@ class QueueView:
         return bool(job_ids)
 
     def _note(self, job_ids: Sequence[str], found: Sequence[Any]) -> None:
-        """What was read of the first of these jobs."""
+        """Note what was read of the first of these jobs."""
         with_data, quarantined = frozenset(found[1]), frozenset(found[2])
         for number, (job_id, value) in enumerate(zip(job_ids, found[0], strict=False), start=1):
             use = use_in(value) if number in with_data else use_noted(value)
-            # A job that went back is known better.
+            # `correct` knows a job that went back better.
             self._known.setdefault(job_id, (use, number in quarantined))
 
 
 def _without_known(before: Sequence[bytes], known: Sequence[str]) -> list[bytes]:
-    """The ids that came in before a known id, without the known ids before that one that are still in front of it."""
+    """The ids that came in: those before a known id, without the known ones that are still in front of it."""
     left, older = list(before), iter(reversed(known))
     while left and any(text(left[-1]) == job_id for job_id in older):
         left.pop()
@@ -526,7 +525,7 @@ def use_in(data: bytes | None) -> MemoryUse:
 
 
 def use_noted(note: bytes) -> MemoryUse:
-    """From the end of `FIELD_AGENT`, in one of the forms that `read.lua` lets pass."""
+    """The memory use from the end of `FIELD_AGENT`, in one of the forms that `read.lua` lets pass."""
     word, _, agent_id = note.decode(errors="replace").partition(" ")
     access: Access = "read" if word == "read" else "write"
     return MemoryUse(access, agent_id) if agent_id else UNUSED
