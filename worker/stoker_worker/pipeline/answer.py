@@ -1,7 +1,7 @@
-"""From a generated text to the job's result: answer, thinking, tool calls, JSON value. Pure; finisher threads.
+"""Turns a generated text into the job's result: answer, thinking, tool calls, JSON value. Pure; finisher threads.
 
-A call's parser is another library's, and the model may write anything: a text that does not become a call has a reason
-instead.
+Calls are parsed by another library, and the model may write anything: if a call cannot be read, the answer has the
+reason instead.
 """
 
 import hashlib
@@ -40,11 +40,10 @@ class Answer:
     """
     Attributes:
         text: as generated.
-        content: without thinking and without calls. White space at its end goes with them, and what they leave at its
-            beginning.
+        content: without thinking and calls, and without the white space that they leave at its beginning and end.
         reasoning, tool_calls, tool_error, parsed, stop_string: as in `stoker_shared.result.Choice`.
         reasoning_tokens: how many of the generated tokens are thinking, the markers not counted.
-        opened: see `OwnMessage`.
+        opened: as in `OwnMessage`.
     """
 
     text: str
@@ -59,7 +58,7 @@ class Answer:
     stop_string: str | None = None
 
     def fields(self) -> dict[str, Any]:
-        """Those of a `Choice`, except its log-probabilities."""
+        """The fields of a `Choice`, except its log-probabilities."""
         return {
             "text": self.text,
             "finish_reason": self.finish_reason,
@@ -72,7 +71,7 @@ class Answer:
         }
 
     def message(self) -> Message:
-        """The answer in the agent's transcript."""
+        """The answer as a message of the agent's transcript."""
         if self.content == self.text and not self.opened:
             return Message(role="assistant", content=self.text)
         calls = tuple(call.model_dump(mode="json") for call in self.tool_calls)
@@ -93,11 +92,8 @@ def read_answer(
     model: LoadedModel,
     id_seed: str,
 ) -> Answer:
-    """
-    Args:
-        completion: of a sequence that finished.
-        id_seed: the ids of calls are made from it; the same for each try of one delivery, another for each choice.
-    """
+    """The answer of one finished sequence. `id_seed`: the ids of calls are made from it; the same for each try of one
+    delivery, another for each choice."""
     form = model.answer_format
     assert completion.ended_by is not None
     length = completion.ended_by == "length"
@@ -124,7 +120,7 @@ def _used_ids(prompt: Prompt) -> set[str]:
 
 
 def _reasoning_tokens(completion: CompletedGeneration, form: AnswerFormat, *, is_open: bool, has_calls: bool) -> int:
-    """Counted between the markers' token ids."""
+    """The tokens between the markers' token ids."""
     if not form.think_start_ids:
         return 0
     ids = completion.generated_ids[: completion.kept - (completion.ended_by == "eos")]
@@ -155,14 +151,11 @@ _ID_LETTERS: Final = 9
 _MOST_ID_LETTERS: Final = 64
 
 _MOST_LEVELS: Final = 100
-"""Objects and lists in each other, in a call's arguments. At some 400, no template writes the conversation any more."""
+"""Levels of objects and lists in a call's arguments. At some 400, no template can render the conversation any more."""
 
 
 class Calls:
-    """
-    Attributes:
-        found: in the order of the answer.
-    """
+    """Reads the tool calls of one answer. `found`: those read, in the order of the answer."""
 
     def __init__(
         self,
@@ -176,7 +169,7 @@ class Calls:
         """
         Args:
             used_ids: of the calls earlier in the conversation.
-            seed: ids are made from it.
+            seed: new ids are made from it.
             is_cut_off: whether `max_tokens` ended the answer.
         """
         self._tools = _as_parsers_take(tools)
@@ -198,14 +191,14 @@ class Calls:
         return replace(anything, error=anything.error or parts.error)
 
     def _take_whole(self, text: str, is_closed: bool) -> str | None:
-        """Read a call with its markers, or a plain one, the JSON object ``{"name": ..., "arguments": ...}``."""
+        """Read a text that is one call, with its markers, or as the JSON object ``{"name": ..., "arguments": ...}``."""
         text, start, end = text.strip(), self._form.tool_start, self._form.tool_end or ""
         if start and text.startswith(start):
             return self._take(text.removeprefix(start).removesuffix(end), text.endswith(end))
         return self._take(text, text.endswith("}"), _read_plain)
 
     def _take(self, text: str, is_closed: bool, parse: ToolParser | None = None) -> str | None:
-        """Read the text between a call's markers; returns why it is no call. `is_closed`: it has the last marker."""
+        """Read the text between a call's markers; returns why it is no call. `is_closed`: it has the closing marker."""
         if not is_closed and self._is_cut_off:
             return "the call is cut off by max_tokens"
         parse = parse or self._form.parse_call
@@ -258,7 +251,7 @@ def _as_parsers_take(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 
 
 def _read(call: Any) -> tuple[str, str, str | None]:
-    """Name, arguments as the JSON text of an object, and the id that the model gave.
+    """A call's name, its arguments as the JSON text of an object, and the id that the model gave it.
 
     Raises:
         ValueError: it is no call.
@@ -282,7 +275,7 @@ def _read(call: Any) -> tuple[str, str, str | None]:
 
 
 def _in_range(value: Any) -> Any:
-    """The value with the nearest numbers that a double holds: a grammar lets 1e999 pass."""
+    """The value, with infinite numbers replaced by the largest double: a grammar lets 1e999 pass."""
     if isinstance(value, dict):
         return {name: _in_range(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -302,13 +295,8 @@ def _is_id(own: Any) -> bool:
 
 
 def parsed_answer(request: GenerationRequest, completion: CompletedGeneration, content: str) -> Any:
-    """
-    Args:
-        content: the answer's text without thinking.
-
-    Returns:
-        ``None`` if no JSON was asked for, or if the answer is not whole: cut off by `max_tokens` or a stop string.
-    """
+    """The JSON value of `content`, the text without thinking; ``None`` if no JSON was asked for, or if `max_tokens` or
+    a stop string has cut the answer off."""
     if not request.is_formed or completion.ended_by != "eos":
         return None
     try:
@@ -324,7 +312,7 @@ def _refuse(constant: str) -> None:
 def build_result(
     job: Job, completion: CompletedGeneration, answers: Sequence[Answer], model: LoadedModel, cache: CacheReport
 ) -> GenerationResult:
-    """The result as of now: `total_s` counts up to this call. There is an answer for each choice."""
+    """The result as of now: `total_s` counts up to this call. `answers` has one for each choice."""
     completions = (completion, *job.further_choices)
     choices = [
         Choice(**answer.fields(), logprobs=one.logprobs) for answer, one in zip(answers, completions, strict=True)
@@ -359,13 +347,13 @@ def build_result(
 
 
 def _ended_after_s(completion: CompletedGeneration) -> float:
-    """From its submission to the engine."""
+    """Seconds from its submission to the engine."""
     timing = completion.timing
     return timing.waited_s + timing.prefill_s + timing.decode_s
 
 
 def with_total_until_now(result: Mapping[str, Any], job: Job) -> Mapping[str, Any]:
-    """The same result (as JSON), with `total_s` extended to include the save; the stored copy was built before it."""
+    """The result (as JSON) with a `total_s` that includes the save, before which the stored copy was built."""
     return {**result, "timing": {**result["timing"], "total_s": _seconds(time.time() - job.claimed.enqueued_at)}}
 
 
@@ -377,10 +365,7 @@ def cache_report(
     saved: bool,
     save_error: str | None = None,
 ) -> CacheReport:
-    """
-    Args:
-        saved: whether the turn is the agent's `agent_version`; then it may have replaced another conversation.
-    """
+    """`saved`: the turn is the agent's `agent_version`; then it may have replaced another conversation."""
     restored, agent = job.restored, job.agent
     # A restored prefix is lost when a step breaks: the sequence then begins again from its tokens.
     is_lost = restored.source != "none" and completion.cached_tokens == 0
@@ -396,12 +381,12 @@ def cache_report(
 
 
 def _seconds(value: float) -> float:
-    # The producer's clock is another machine's: a job from the future has waited no time, not a negative one.
+    # The producer's clock may be ahead of this machine's: a job must not have waited a negative time.
     return round(max(0.0, value), 6)
 
 
 def read_answers(job: Job, completion: CompletedGeneration, model: LoadedModel) -> list[Answer]:
-    """One for each choice."""
+    """One answer for each choice."""
     seed = repr(job.claimed.delivery)
     return [
         read_answer(job.request, job.prompt, one, model, f"{seed} {number}" if number else seed)

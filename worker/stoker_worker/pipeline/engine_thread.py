@@ -1,8 +1,8 @@
 """The engine thread: runs everything MLX, loading the model included. Touches neither Redis nor disk.
 
 Owns which job each sequence belongs to. A job with several choices has several sequences over one prompt; it ends with
-the last of them, or with the first that fails. Arrays belong to the thread that made them, so the model is loaded here
-and nothing lazy ever leaves.
+the last of them, or with the first that fails. MLX arrays belong to the thread that made them, so the model is loaded
+here, and only evaluated arrays leave the thread.
 """
 
 import logging
@@ -33,18 +33,15 @@ _FURTHEST_FIRST: Final[tuple[Stage, ...]] = ("decode", "prefill", "waiting")
 
 
 def works_of(job: Job) -> Iterable[GenerationWork]:
-    """The job's sequences, the first choice first.
-
-    Only the first one restores memory and saves blocks. The others take the prompt's cache over from it in the batch,
-    also if the job shares with no other job.
-    """
+    """The job's sequences, the first choice first. Only that one restores memory and saves blocks; the others take the
+    prompt's cache from it in the batch, even if the job shares nothing with other jobs."""
     request, ids, places = job.request, job.prompt.ids, job.restored.checkpoints_at
     if request.n == 1:
         yield GenerationWork(request, ids, job.restored.prefix, job.is_saved, job.shares, job.guide, places)
         return
     shares = job.shares or ("job", str(job.claimed.claim_number))
     for number in range(request.n):
-        # So that choice i is the answer of a job of its own with this seed.
+        # Choice i then is the answer of a separate job with this seed.
         seed = None if request.seed is None else request.seed + number
         if number == 0:
             own = request.model_copy(update={"seed": seed})
@@ -59,10 +56,7 @@ class Choices:
     """A job in the engine."""
 
     def __init__(self, job: Job, uids: Iterable[int]) -> None:
-        """
-        Args:
-            uids: of its sequences, the first choice first.
-        """
+        """`uids`: of its sequences, the first choice first."""
         self.job = job
         self._uids = tuple(uids)
         self._ended: dict[int, CompletedGeneration] = {}
@@ -73,12 +67,12 @@ class Choices:
         return [uid for uid in self._uids if uid not in self._ended]
 
     def end(self, completion: CompletedGeneration) -> bool:
-        """Note the end of a sequence; ``True`` if the job ends with it."""
+        """Note the end of a sequence; ``True`` if it ends the job."""
         self._ended[completion.uid] = completion
         return completion.outcome != "finished" or len(self._ended) == len(self._uids)
 
     def outcome(self) -> Outcome:
-        """How the job ends, once no sequence of it is in the engine. The job gets its further choices."""
+        """How the job ends, once no sequence of it is in the engine. Sets the job's `further_choices`."""
         completions = [self._ended[uid] for uid in self._uids if uid in self._ended]
         self.job.further_choices = tuple(completions[1:])
         failed = next((one for one in completions if one.outcome == "failed"), None)
@@ -89,7 +83,7 @@ class Choices:
         return outcome_of(self.job, completions[0])
 
     def text_so_far(self, engine: GenerationEnginePort) -> TextSoFar:
-        """The first choice's, as `GenerationEnginePort.text`."""
+        """The first choice's text, as from `GenerationEnginePort.text`."""
         first = self._uids[0]
         text = self._ended[first].text if first in self._ended else engine.text(first)
         return TextSoFar(text, self.job.prompt.markers)
@@ -113,7 +107,7 @@ copies the caches of all that are in it: eight that join together cost an eighth
 
 
 class EngineThread(threading.Thread):
-    """Steps the engine while anything is in it, and hands over every sequence in the step it ends."""
+    """Steps the engine while anything is in it, and hands over each job in the step that ends it."""
 
     def __init__(
         self,
@@ -124,7 +118,7 @@ class EngineThread(threading.Thread):
     ) -> None:
         """
         Args:
-            loaded: set to the model, or to the error with which it could not be loaded.
+            loaded: set to the model, or to the error of loading it.
 
         Attributes:
             error: set when the engine broke, before its jobs are handed over.
@@ -155,7 +149,7 @@ class EngineThread(threading.Thread):
         self._waiting.put(None)
 
     def is_busy(self) -> bool:
-        """True if anything is in the engine. Any thread."""
+        """Any thread."""
         return bool(self._running)
 
     def step_age_s(self) -> float:
@@ -167,11 +161,8 @@ class EngineThread(threading.Thread):
         return self._progress
 
     def texts(self, claim_numbers: frozenset[int]) -> dict[int, TextSoFar]:
-        """Ask for the texts of some jobs, by their `claim_number`: an id may run again. Fetcher thread.
-
-        Returns:
-            the texts that were asked for last time, as they were after the step that ended then.
-        """
+        """Ask for the texts of some jobs, by `claim_number`, because an id may run again. Returns the texts that were
+        asked for before, as they were after a step since. Fetcher thread."""
         with self._texts_lock:
             self._texts_wanted = claim_numbers
             return self._texts
@@ -201,8 +192,8 @@ class EngineThread(threading.Thread):
                 self._leave()
 
     def hand_over_waiting(self) -> None:
-        """After the engine broke: give back the jobs that the loader still put in. Main thread, while this one has
-        ended or only closes the engine."""
+        """After the engine broke: give back the jobs that the loader has still put. Main thread, when this thread has
+        ended or is closing the engine."""
         while True:
             try:
                 job = self._waiting.get_nowait()
@@ -260,7 +251,7 @@ class EngineThread(threading.Thread):
         return max(0.0, self._gather_until - time.monotonic()) if self._expects_more() else 0.0
 
     def _expects_more(self) -> bool:
-        """Tells whether to wait for the job that the loader has begun on."""
+        """True while the gathered jobs wait for the one that the loader has begun on."""
         return bool(self._gathered) and self._gathered[-1].has_next and time.monotonic() < self._gather_until
 
     def _submit(self, engine: GenerationEnginePort, job: Job) -> None:
@@ -288,7 +279,7 @@ class EngineThread(threading.Thread):
                 self._end(engine, choices)
 
     def _put_texts_together(self, engine: GenerationEnginePort) -> None:
-        """Runs once per request: text that nobody reads costs nothing."""
+        """Decode the texts that `texts` has asked for since the last time: text that nobody reads costs nothing."""
         with self._texts_lock:
             wanted, self._texts_wanted = self._texts_wanted, frozenset()
         if wanted:
@@ -300,7 +291,7 @@ class EngineThread(threading.Thread):
         return list(dict.fromkeys(self._running.values()))
 
     def _end(self, engine: GenerationEnginePort, choices: Choices) -> None:
-        """The job ends: take what is left of it out of the engine, and hand it over."""
+        """Take what is left of a job out of the engine, and hand the job to the finisher."""
         left = choices.in_engine
         for uid in left:
             if (completion := engine.cancel(uid)) is not None:

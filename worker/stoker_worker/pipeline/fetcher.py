@@ -1,7 +1,7 @@
 """The fetcher thread: the loop that decides what this worker works on.
 
-Owns withdrawals, timeouts and recovery: everything between the queue and the loader. Touches neither disk nor MLX.
-A job goes on through loader.py, engine_thread.py and finisher.py, each with threads of its own.
+Owns claims, withdrawals, timeouts and recovery: everything between the queue and the loader. Touches neither disk nor
+MLX. A job goes on through loader.py, engine_thread.py and finisher.py, each with threads of its own.
 """
 
 import logging
@@ -33,13 +33,13 @@ log = logging.getLogger(__name__)
 
 
 class Leaving:
-    """Counts claimed jobs and idle time. Without any limit the worker stays until it is told to stop."""
+    """Decides when the worker leaves by itself: never, unless a limit is given."""
 
     def __init__(self, *, burst: bool = False, max_jobs: int | None = None, max_idle_s: float | None = None) -> None:
         """
         Args:
             burst: leave as soon as the queues are empty and nothing is in flight.
-            max_jobs: claim so many, and leave when they have ended.
+            max_jobs: claim only so many, and leave when they have ended.
             max_idle_s: leave when there was nothing to do for so long.
         """
         self._burst = burst
@@ -48,7 +48,7 @@ class Leaving:
         self._idle_since: float | None = None
 
     def room(self, free: int) -> int:
-        """How many of the free places may be filled."""
+        """How many of the `free` places may be filled."""
         return free if self._jobs_left is None else min(free, self._jobs_left)
 
     def claimed(self, n_jobs: int) -> None:
@@ -78,14 +78,14 @@ class Leaving:
 
 
 READ_AHEAD_JOBS = 2
-"""The caches of so many jobs are read ahead for each place in the batch."""
+"""For each place in the batch, the caches of so many jobs are read ahead."""
 
 _GATHER_S = 0.005
-"""Jobs often end together: one claim for all of their places costs Redis and the engine less."""
+"""Pause after a job has ended: jobs often end together, and one claim for all their places costs less."""
 
 
 class Fetcher(threading.Thread):
-    """Claims only as many jobs as fit, and cancels those whose time is over or that were withdrawn."""
+    """Claims only as many jobs as fit, and cancels those that timed out or were withdrawn."""
 
     def __init__(
         self,
@@ -103,10 +103,9 @@ class Fetcher(threading.Thread):
     ) -> None:
         """
         Args:
-            loaded: the model, which tells how many jobs may be in flight; waited for when the thread starts.
+            loaded: the model, which has the number of jobs in flight; waited for when the thread starts.
             poll_s: longest wait between two looks into the queue.
-            recover_s: time between two looks for jobs of dead workers.
-            leaving: tells when to end without being told to.
+            recover_s: time between two recoveries of dead workers' jobs.
             outage: told when Redis is away.
         """
         super().__init__(name="fetcher", daemon=True)
@@ -150,11 +149,11 @@ class Fetcher(threading.Thread):
         self._wakefulness.end()
 
     def drain(self) -> None:
-        """Claim nothing more; `claims_no_more` is set once that is so. Any thread."""
+        """Claim nothing more; `claims_no_more` is set when the last claim has ended. Any thread."""
         self._draining.set()
 
     def leave(self) -> None:
-        """End, whatever is in flight. Any thread."""
+        """End, even with jobs in flight. Any thread."""
         self.left.set()
 
     def cancel_all(self, reason: CancelReason) -> None:
@@ -203,7 +202,7 @@ class Fetcher(threading.Thread):
         return bool(claimed)
 
     def _pin_agents(self, *, is_all: bool) -> None:
-        """Before the loader has a job: nothing of what it reads may be evicted until the job has ended."""
+        """Called before the loader gets a job: the caches that it reads must not be evicted until the job has ended."""
         running = busy_beside(self._queue.in_flight()).agents
         pinned = (running, self._queue.waiting_agents(), is_all)
         if pinned != self._pinned:
@@ -223,6 +222,6 @@ class Fetcher(threading.Thread):
 
 
 def busy_beside(in_flight: Collection[ClaimedJob]) -> Busy:
-    """The agents in use. While a job writes an agent's memory, no other job that uses it may run: it needs what the
-    first one leaves."""
+    """The agents in use. While a job writes an agent's memory, no other job may use it: it needs the memory after that
+    write."""
     return Busy().beside(job.memory_use for job in in_flight)

@@ -1,9 +1,9 @@
 """The finisher threads: save the agent's version, then end the job. In that order, always.
 
-Own the disk writes of agent memory and the end of each job. Never touch MLX: they receive arrays that are already
-evaluated. While Redis is away they wait and try again: a finished result is not lost and does not turn into a failure.
-A turn that cannot be put into the shared store waits aside, and goes back to the queue after a while: no thread sleeps
-for it. There are a few threads, because one agent's sync may take a disk seconds while the results of others are ready.
+They own the disk writes of agent memory and the end of each job. They never touch MLX: their arrays are evaluated.
+While Redis is away they wait and try again, so a finished result is neither lost nor a failure. A job whose turn cannot
+be put into the shared store waits aside, without a thread, and goes back to the queue after a while. There are a few
+threads, because a disk may take seconds to sync one agent while the results of others are ready.
 """
 
 import itertools
@@ -67,7 +67,7 @@ _LOOK_S: Final = 0.25
 
 
 class Finisher:
-    """Ends jobs in the order their sequences ended, four at a time; never two that write one agent."""
+    """Ends jobs in the order in which they were put, four at a time. No two of them write one agent."""
 
     def __init__(
         self,
@@ -83,9 +83,6 @@ class Finisher:
             loaded: the model; set before the first job is put.
             outage: told when Redis is away.
             retry_s: pause between two tries while Redis is away.
-
-        Attributes:
-            threads: they end after `finish`.
         """
         names = (f"finisher-{n}" for n in range(1, _THREADS + 1))
         self.threads = [threading.Thread(target=self._run, name=name, daemon=True) for name in names]
@@ -109,24 +106,24 @@ class Finisher:
         self._ended.put((job, outcome))
 
     def finish(self) -> None:
-        """Let the threads end after the jobs that they have been given; the last one gives back what was cut short."""
+        """Let the threads end after the jobs that were put; the last thread gives back the jobs that were cut short."""
         for _ in self.threads:
             self._ended.put(None)
 
     def is_alive(self) -> bool:
-        """True if all threads are alive: one that died took a job with it."""
+        """True if all threads live: one that died took a job with it."""
         return all(thread.is_alive() for thread in self.threads)
 
     def hurry(self) -> None:
-        """The worker stops: jobs wait no longer for the shared store. Any thread."""
+        """Let no job wait for the shared store any more, because the worker stops. Any thread."""
         self._hurries.set()
 
     def abandon(self) -> None:
-        """Wait no more for a Redis that is away: the next worker recovers what is left. Any thread."""
+        """Wait no more for a Redis that is away: recovery puts back the jobs that are left. Any thread."""
         self._abandoned.set()
 
     def n_to_give_back(self) -> int:
-        """Jobs in flight that only wait for `finish`, to go back to the queue. Any thread."""
+        """How many jobs in flight only wait for `finish` to go back to the queue. Any thread."""
         return len(self._to_give_back)
 
     def _run(self) -> None:
@@ -175,7 +172,7 @@ class Finisher:
         job.claimed.release()
 
     def _is_ended(self, job: Job, outcome: Finished | Failed | Cancelled | Replayed | RunsAgain | AgentChange) -> bool:
-        """``False`` if its turn waits for the shared store."""
+        """End a job; ``False`` if its turn waits for the shared store."""
         try:
             self._end(job, outcome)
         except SharedStoreAway as error:
@@ -234,12 +231,12 @@ class Finisher:
     def _save_turn(
         self, job: Job, completion: CompletedGeneration, answers: Sequence[Answer], model: LoadedModel
     ) -> Mapping[str, Any]:
-        """The result, as JSON, once the turn is saved. If the save fails, an `append` turn fails too, and any other is
-        answered all the same, once it is noted that its turn is missing.
+        """Save the turn; returns the result as JSON. If the save of a `full` turn fails, it is noted that the turn is
+        missing, and the result has the reason.
 
         Raises:
-            AgentVersionNotSaved: an `append` turn could not be saved, or one that waited for the shared store; or
-                another one, and not even that could be noted.
+            AgentVersionNotSaved: an `append` turn, or one that waited for the shared store, could not be saved; or of
+                another one, it could not be noted that it is missing.
             VersionTaken: another worker, or a command of the shell, has changed the agent meanwhile.
             SharedStoreAway: it may be saved or not.
         """
@@ -280,8 +277,8 @@ class Finisher:
             return result(_number_of(agent), saved=False, save_error=reason)
 
     def _save_for_others(self, job: Job, completion: CompletedGeneration, model: LoadedModel) -> None:
-        """Save all for the session's next call, or the beginning that other jobs without an agent have too. Its loss
-        costs them time only."""
+        """Save the cache of a job without an agent: all of it for the session's next call, or the beginning that other
+        jobs share. A failure costs only time."""
         cache, n_shared, session = completion.cache, job.restored.to_share, job.request.session
         if cache is None or (session is None and not 0 < n_shared <= cache.n_tokens):
             return
@@ -297,8 +294,8 @@ class Finisher:
 
     def _begin_save(self, job: Job) -> None:
         """Refuse to cancel the job from here on. If Redis is away and is not waited for any more, the turn is saved all
-        the same, and the next worker answers its delivery from the agent's history. No other worker can make the same
-        version: this process has the store locked, and a shared store takes one of each number
+        the same: the next worker answers its delivery from the agent's history, and no other worker can make the same
+        version, because this process has the store locked and a shared store takes one of each number
         (docs/adr/0058-a-stop-while-redis-is-away.md)."""
         with suppress(RedisUnavailable):
             self._once_redis_answers(job.claimed.begin_save)
@@ -320,11 +317,11 @@ class Finisher:
         log_job("finished", job.job_id, agent=request.agent_id, action=request.action)
 
     def _carry_out(self, request: AgentRequest, job: ClaimedJob) -> Mapping[str, Any]:
-        """The result of a change of an agent, which is never made twice.
+        """Change an agent, unless this delivery has done so already; returns the result.
 
         Raises:
-            AgentMemoryError: it cannot be done; `AgentVersionNotSaved` where the disk failed.
-            WorkerLostTooOften: it was begun too often, and has not taken effect.
+            AgentMemoryError: it cannot be done; `AgentVersionNotSaved` if the disk failed.
+            WorkerLostTooOften: too many workers were lost with it, and it has not taken effect.
         """
         store = self._store.agent_jobs
         try:
@@ -343,7 +340,7 @@ class Finisher:
         return answer.model_dump(mode="json")
 
     def _forget_delivery(self, job: Job) -> None:
-        """The end is recorded; the replay answer goes when the job expires."""
+        """Tell the store, once the end is recorded, that it may forget the replay answer when the job expires."""
         if (agent_id := job.changed_agent) is not None:
             self._store.ended(agent_id, job.claimed.delivery, remember_s=job.claimed.lives_s)
 
@@ -357,17 +354,13 @@ class Finisher:
         self._metrics.failed(error)
 
     def _close_number(self, job: Job) -> None:
-        """Before the job ends without a turn: one that an earlier run has sent must not arrive any more. Raises
-        `SharedStoreAway`."""
+        """Before a job ends without a turn: make sure that a turn which an earlier run has sent cannot arrive any more.
+        Raises `SharedStoreAway`."""
         if job.claimed.was_saving and (agent_id := job.changed_agent) is not None:
             self._store.close_number(agent_id)
 
     def _once_redis_answers(self, call: Callable[[], T]) -> T:
-        """What `call` returns; it is made again while Redis is away.
-
-        Raises:
-            RedisUnavailable: Redis is away, and is not waited for any more.
-        """
+        """The value of `call`, which is repeated while Redis is away. Raises `RedisUnavailable` after `abandon`."""
         while True:
             try:
                 return call()
@@ -378,7 +371,7 @@ class Finisher:
                 self._abandoned.wait(self._retry_s)
 
     def _may_wait(self, job: Job) -> bool:
-        """True if a finished turn waits for the shared store: to generate it again costs more."""
+        """True if a finished turn may still wait for the shared store, because to generate it again costs more."""
         now = time.monotonic()
         job.waits_since = job.waits_since or now
         is_stopping = self._hurries.is_set() or job.cancel.reason is not None
@@ -401,7 +394,8 @@ class Finisher:
                 log.exception("job %s could not be given back; recovery takes it up", job.job_id)
 
     def _give_back_all(self) -> None:
-        """Jobs that the stop cut short go back as if never claimed; those in a broken engine have used up a try."""
+        """Give back the jobs that a stop cut short, as if never claimed, and those of a broken engine, as an
+        attempt."""
         jobs = sorted(self._to_give_back, key=lambda entry: entry[0].claimed.claim_number, reverse=True)
         alone = sum(how.counts_as_attempt for _, how in jobs) == 1  # in the engine, when it broke
         given_back = 0

@@ -1,7 +1,7 @@
 """The heartbeat thread: shows that this worker lives, and nothing else.
 
-It has a thread of its own, and the queue adapter a connection of its own for it, because no long prefill, slow disk,
-claim or hung connection may delay it. So it is also the first to know whether Redis is away.
+It has its own thread, and its own connection in the queue adapter, because no long prefill, slow disk, claim or hung
+connection may delay it. So it is also the first to notice that Redis is away.
 """
 
 import logging
@@ -18,11 +18,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Away:
-    """One value, replaced as a whole: other threads read it.
+    """The outages. Replaced as a whole, because other threads read it.
 
     Attributes:
-        before_s: outages that are over.
-        since: beginning of the present one, by `time.monotonic`.
+        before_s: the duration of those that are over.
+        since: `time.monotonic()` at which the present one began; ``None``: there is none.
     """
 
     before_s: float = 0.0
@@ -61,11 +61,11 @@ class Heartbeat(threading.Thread):
                 log.exception("no heartbeat this time")
 
     def redis_away_s(self) -> float:
-        """For how long no beat has reached Redis; 0 when the last one did. Any thread."""
+        """How long no beat has reached Redis; 0 when the last one did. Any thread."""
         return self._away.now_s()
 
     def redis_away_total_s(self) -> float:
-        """Over all outages, the present one included. Any thread."""
+        """The duration of all outages, the present one included. Any thread."""
         away = self._away
         return away.before_s + away.now_s()
 

@@ -1,7 +1,7 @@
-"""The one carrier of a job, from its claim to its end, and the ways in which it can end. No I/O.
+"""The object that carries a job from its claim to its end, and the outcomes of a job. No I/O.
 
-Each stage owns the job while it has it, fills in its part, and hands the job to the next stage with `put`. Nobody else
-writes to it; the claimed job inside is safe for any thread.
+A stage owns the job while it has it: it fills in its part, and hands the job to the next stage with `put`. No other
+thread writes to it; the claimed job inside is safe for any thread.
 """
 
 from collections.abc import Mapping
@@ -23,13 +23,13 @@ class Job:
 
     Attributes:
         agent: ``None`` for a job that uses no agent's memory.
-        salt: its cached blocks are addressed with it.
-        is_saved, shares, guide: see `GenerationWork`.
-        has_next: whether the loader had its next job already.
+        salt: part of the addresses of its cached blocks.
+        is_saved, shares, guide: as in `GenerationWork`.
+        has_next: the loader had its next job already when it put this one into the engine.
         submitted_at: Unix time at which the engine took it.
-        further_choices: ends of its sequences after the first, of a job with several choices; in their order.
+        further_choices: of a job with several choices, the ends of the sequences after the first, in their order.
         filled_in: its request with the worker's defaults and the limit that fits, once the loader has set them.
-        waits_since: `time.monotonic()` at which its turn could not be saved first, because the shared store is away.
+        waits_since: `time.monotonic()` at which the shared store was first away when its turn was to be saved.
     """
 
     claimed: ClaimedJob
@@ -64,25 +64,25 @@ class Job:
 
     @property
     def changed_agent(self) -> str | None:
-        """The agent that the job is about; of a fork, the new one."""
+        """The agent that the job is about, or for a fork, makes."""
         request = self.claimed.request
         return request.changed_agent if isinstance(request, AgentRequest) else request.agent_id
 
     def drop_arrays(self) -> None:
-        """The engine has taken over the restored cache."""
+        """Drop the restored cache, once the engine has taken it over."""
         self.restored = replace(self.restored, prefix=None)
 
 
 @dataclass(frozen=True)
 class Finished:
-    """Its sequence ended by itself."""
+    """Its sequences ended by themselves."""
 
     completion: CompletedGeneration
 
 
 @dataclass(frozen=True)
 class Failed:
-    """It cannot be done, or its time is over; then `partial_text` is what it had generated."""
+    """It cannot be done, or it timed out: then `partial_text` is the text generated so far."""
 
     error: Exception
     partial_text: str | None = None
@@ -95,33 +95,29 @@ class Cancelled:
 
 @dataclass(frozen=True)
 class Replayed:
-    """The agent's history holds the answer to this delivery already."""
+    """The agent's history has the answer to this delivery already."""
 
     answer: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class GivenBack:
-    """This worker cannot go on with it; it goes back to the queue.
-
-    Attributes:
-        counts_as_attempt: it was in the engine when that broke.
-    """
+    """This worker cannot go on with it: it goes back to the queue. `counts_as_attempt`: the engine broke with it."""
 
     counts_as_attempt: bool
 
 
 @dataclass(frozen=True)
 class RunsAgain:
-    """It goes back to the queue at once, and no try is used up: the shared store does not answer, or another worker
-    has made the agent's next version."""
+    """It goes back to the queue at once, without using up an attempt: the shared store does not answer, or another
+    worker has made the agent's next version."""
 
     why: Exception
 
 
 @dataclass(frozen=True)
 class AgentChange:
-    """Not an end yet: the finisher carries out this job about an agent's memory."""
+    """It is about an agent's memory, and the finisher is to carry it out."""
 
     request: AgentRequest
 
@@ -130,7 +126,7 @@ Outcome = Finished | Failed | Cancelled | Replayed | GivenBack | RunsAgain | Age
 
 
 def outcome_of(job: Job, completion: CompletedGeneration) -> Outcome:
-    """The end of a job whose sequence has left the engine."""
+    """The outcome of a job whose sequence has left the engine."""
     if completion.outcome == "finished":
         return Finished(completion)
     if completion.outcome == "failed":
@@ -139,11 +135,8 @@ def outcome_of(job: Job, completion: CompletedGeneration) -> Outcome:
 
 
 def cut_short(job: Job, completion: CompletedGeneration | None = None) -> Outcome:
-    """The end of a job that was cancelled.
-
-    Args:
-        completion: its sequence as far as it went, if it was in the engine.
-    """
+    """The outcome of a job that was cancelled. `completion`: its sequence as far as it went, if it was in the
+    engine."""
     match job.cancel.reason:
         case "stopping":
             return GivenBack(counts_as_attempt=False)

@@ -1,7 +1,4 @@
-"""The loader thread: from a claimed job to one that the engine can start on.
-
-Owns reading agent memory and turning requests into tokens. Touches neither Redis nor MLX.
-"""
+"""The loader thread: reads a job's agent memory and turns its request into tokens. Touches neither Redis nor MLX."""
 
 import logging
 import threading
@@ -44,7 +41,7 @@ _NO_ANSWER: Final = CompletedGeneration(uid=0, outcome="finished", ended_by="len
 
 
 class Loader(threading.Thread):
-    """Takes claimed jobs in order, one at a time: it reads ahead while the engine decodes."""
+    """Loads claimed jobs in order, one at a time, while the engine decodes."""
 
     def __init__(
         self,
@@ -60,7 +57,7 @@ class Loader(threading.Thread):
         """
         Args:
             loaded: the model; waited for when the thread starts.
-            share_prefixes: whether agents of one `cache_salt` use each other's blocks.
+            share_prefixes: whether agents with the same `cache_salt` use each other's blocks.
             defaults: for fields that a request does not set.
         """
         super().__init__(name="loader", daemon=True)
@@ -78,7 +75,7 @@ class Loader(threading.Thread):
         self._claimed.put(job)
 
     def finish(self) -> None:
-        """Let the thread end after the jobs that it has been given."""
+        """Let the thread end after the jobs that were put."""
         self._claimed.put(None)
 
     def run(self) -> None:
@@ -96,7 +93,7 @@ class Loader(threading.Thread):
             except SharedStoreAway as error:
                 self._finisher.put(job, RunsAgain(error))
                 continue
-            except Exception as error:  # whatever a request or a damaged file does, it does to one job
+            except Exception as error:  # a bad request or a damaged file fails one job only
                 self._finisher.put(job, Failed(error))
                 continue
             if outcome is not None:
@@ -106,7 +103,7 @@ class Loader(threading.Thread):
                 self._engine.put(job)
 
     def _load(self, job: Job, model: LoadedModel, tokenizer: TokenizerPort) -> Replayed | Finished | None:
-        """Fill in what the engine needs, unless the job has been answered before or only counts its prompt."""
+        """Prepare a job for the engine; returns its outcome if it was answered before or only counts its prompt."""
         claimed = job.claimed
         if claimed.model is not None and claimed.model != model.name:
             raise ModelMismatch(f"the job asks for model {claimed.model!r}; this worker has loaded {model.name!r}")
@@ -116,15 +113,15 @@ class Loader(threading.Thread):
         except StokerError:
             if is_certain:
                 raise
-        unreadable, _ = self._look(job, None)  # nobody is refused for a version that may not be the newest
+        unreadable, _ = self._look(job, None)  # the version may not have been the newest, so look before failing
         return self._prepare(job, model, tokenizer, unreadable)
 
     def _look(self, job: Job, last: LastVersion | None) -> tuple[AgentVersion | None, bool]:
         """Bring in what other workers have written of the job's agent.
 
         Returns:
-            the version that a `full` job may replace, if the newest one is unreadable; and whether nobody can know
-            more.
+            the version that a `full` job may replace, if the newest one is unreadable; and whether the agent is
+            certainly at its newest version here.
         """
         request = job.request
         if request.agent_id is None or request.cache == "off":
@@ -144,7 +141,7 @@ class Loader(threading.Thread):
         job.filled_in = request = self._defaults.filled_in(job.request)
         job.agent = agent = unreadable or self._agent(job)
         if claimed.losses_alone >= MAX_ATTEMPTS:
-            # Asked only after the history: a turn that was saved by the last worker to die did happen.
+            # Only after the history: the last worker that died may have saved the turn.
             raise WorkerLostTooOften(f"alone in flight while {claimed.losses_alone} workers died")
         if agent is not None:
             check_expectations(request, agent)
@@ -162,7 +159,7 @@ class Loader(threading.Thread):
         if request.cache != "off" and model.has_memory and (has_own or self._share_prefixes):
             job.shares = (job.salt,)
             self._restore(job, model, tokenizer)
-        # A job without agent and session saves only a beginning that it shares with another and that is not saved yet.
+        # A job without agent and session saves only a beginning that other jobs share and that is not saved yet.
         job.is_saved = request.cache == "readwrite" and (has_own or job.restored.to_share > 0)
         return None
 
@@ -190,10 +187,10 @@ class Loader(threading.Thread):
         return f"{own}\n{request.cache_salt or ''}"
 
     def _answer(self, job: Job) -> Mapping[str, Any] | None:
-        """The result of the turn that this delivery has made already, if it has.
+        """The result of the turn that this delivery has made already; ``None``: it has made none.
 
         Raises:
-            AgentTranscriptUnreadable: that cannot be known, and an `append` job must not make its turn twice.
+            AgentTranscriptUnreadable: that is unknown, and an `append` job must not make its turn twice.
         """
         request = job.request
         if request.agent_id is None or request.cache == "off":
@@ -216,8 +213,8 @@ class Loader(threading.Thread):
             return self._usable(job, error)
 
     def _usable(self, job: Job, error: AgentTranscriptUnreadable) -> AgentVersion:
-        """A `full` job carries the whole conversation, so a damaged version costs it only time. Raises the error for
-        any other."""
+        """The version that a `full` job may replace: it carries the whole conversation, so a damaged version costs it
+        only time. Raises `error` for any other job."""
         usable: AgentVersion | None = error.usable
         if usable is None or job.request.context == "append":
             raise error
@@ -226,7 +223,7 @@ class Loader(threading.Thread):
 
 
 def _goes_on(job: Job, model: LoadedModel) -> bool:
-    """True if the prompt begins with all that is cached of its agent, the system prompt included."""
+    """True if the prompt begins with all the cached tokens of its agent, the system prompt among them."""
     cache, stored = (job.agent.cache, job.agent.transcript) if job.agent and not job.agent.evicted else (None, None)
     if cache is None or stored is None or (cache.model, cache.salt) != (model.fingerprint, job.salt):
         return False

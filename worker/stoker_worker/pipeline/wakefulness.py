@@ -1,7 +1,7 @@
 """Keeps a Mac from going to sleep by itself while jobs are in flight. Fetcher thread.
 
-Owns a child process, macOS' `caffeinate`, which holds the power assertion: it ends with this process, however that
-ends. Does nothing on other systems, and nothing against a closed lid or `pmset sleepnow`.
+Owns a child process, macOS' `caffeinate`, which holds the power assertion and ends with this process, however that
+ends. Does nothing on other systems, or against a closed lid or `pmset sleepnow`.
 """
 
 import logging
@@ -17,25 +17,21 @@ log = logging.getLogger(__name__)
 
 CAFFEINATE: Final = Path("/usr/bin/caffeinate")
 _LINGER_S: Final = 60.0
-"""After the last job: the next one often comes soon, and a Mac does not sleep within a minute."""
+"""How long it is held after the last job: the next one often comes soon, and a Mac does not sleep within a minute."""
 
 
 def keep_awake_command() -> tuple[str, ...] | None:
-    """``None``: nothing to be done on this system."""
+    """The command that keeps this machine awake while it runs; ``None``: there is none on this system."""
     if platform.system() != "Darwin" or not CAFFEINATE.exists():
         return None
     return (str(CAFFEINATE), "-i", "-w", str(os.getpid()))
 
 
 class Wakefulness:
-    """Holds the assertion from the first job on, until a minute after the last one."""
+    """Holds the power assertion from the first job until `_LINGER_S` after the last one."""
 
     def __init__(self, command: Sequence[str] | None, *, now: Callable[[], float] = time.monotonic) -> None:
-        """
-        Args:
-            command: keeps the machine awake while it runs; ``None`` for none.
-            now: a clock, in seconds.
-        """
+        """`command`: as from `keep_awake_command`. `now`: a clock, in seconds."""
         self._command = command
         self._now = now
         self._child: subprocess.Popen[bytes] | None = None

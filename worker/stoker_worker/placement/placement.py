@@ -1,9 +1,9 @@
 """The agents that have jobs in flight at some worker, and the workers that made their newest versions.
 
-Owns the entries of `HELD_KEY` and `LAST_KEY`. The claim script of the queue includes `FRAGMENT`: it refuses a job whose
-agent another worker works on, and leaves one for a while to the worker that has the agent's cache. A worker enters an
-agent in all of its queues, and looks into all of them, so two workers that have a queue in common never work on one
-agent at a time. Both hashes may be lost at any time: the shared store refuses a second turn of the same number.
+Owns the entries of `HELD_KEY` and `LAST_KEY`; any thread. The queue's claim script includes `FRAGMENT`: it refuses a
+job of an agent that another worker works on, and leaves a job for a while to the worker with the agent's cache. A
+worker enters an agent in all of its queues, and looks into all of them, so two workers with a common queue never work
+on one agent at a time. Both hashes may be lost at any time: the shared store takes one turn of each number.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ _MOST_LAST: Final = 2**18  # entries of about 100 bytes for each queue
 
 
 def as_field(agent_id: str) -> Any:
-    """An agent's field in both hashes. Only an id that is refused anyway has characters that are no UTF-8."""
+    """An agent's field in both hashes. Only ids that are refused anyway have characters that are replaced here."""
     return agent_id.encode(errors="replace")
 
 
@@ -31,9 +31,9 @@ class Writes(NamedTuple):
     """The agents that a job writes.
 
     Attributes:
-        held: the agent that the job is entered for.
+        held: the agent under which the job is entered in `HELD_KEY`.
         agent_id: the agent that gets a new version: the target of a fork, else the same one.
-        known: the number of its newest version when the job was claimed; 0 if it was not known.
+        known: the number of its newest version when the job was claimed; 0: unknown.
     """
 
     held: str
@@ -50,26 +50,18 @@ class Writes(NamedTuple):
 
 
 class Placement:
-    """
-    Attributes:
-        held, last: the keys by queue; none for a worker without a shared store, which is alone on its queues.
-    """
+    """`held`, `last`: the keys by queue; none for a worker without a shared store, which is alone on its queues."""
 
     def __init__(self, connection: Redis, queues: Sequence[str], *, worker_name: str) -> None:
-        """
-        Args:
-            queues: in which agents are entered.
-            worker_name: of this RQ worker, one life of a process.
-        """
+        """`worker_name`: as an RQ worker, which no other process has."""
         self.held = {queue: HELD_KEY.format(queue=queue) for queue in queues}
         self.last = {queue: LAST_KEY.format(queue=queue) for queue in queues}
         self.worker_name = worker_name
         self._sweep = connection.register_script(_SWEEP)
 
     def ended(self, pipeline: Pipeline, writes: Writes, result: Mapping[str, Any]) -> None:
-        """With the transaction in which a job ends, with this result, as JSON; none if it failed: its agent is free,
-        and this worker made the newest version. An answer that is given a second time is older than versions after it.
-        """
+        """Add the commands with which a job ends: its agent is free, and this worker made the newest version. A
+        replayed answer changes no newer version. `result`: JSON values; empty if the job failed."""
         number = _version_in(result)
         for queue in self.held:
             pipeline.hdel(self.held[queue], as_field(writes.held))
@@ -77,7 +69,7 @@ class Placement:
                 pipeline.hset(self.last[queue], as_field(writes.agent_id), f"{self.worker_name} {number}")
 
     def sweep(self, queue: str) -> None:
-        """Remove some of what is over."""
+        """Remove some entries of `held` whose jobs are over, and some of `last` if it is too long."""
         if queue in self.held:
             self._sweep(keys=[self.held[queue], self.last[queue]], args=[_MOST_LAST])
 
