@@ -1,1 +1,1 @@
-"""Counts the worker's work, and shows it: to Prometheus, to health checks, and to `stoker status`."""
+"""Counts the worker's work, and shows it to Prometheus, health checks and `stoker status`."""

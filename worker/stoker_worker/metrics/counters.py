@@ -1,8 +1,8 @@
 """Counts what the stages report (`MetricsPort`), with prometheus_client. Any thread.
 
-Tokens, sources and times are those of the results as they were posted, so the metrics are the sums of what producers
-got. Steps are counted apart: a step waits for no other stage. Names follow Prometheus' rules; where vLLM has a metric
-of the same meaning, the name after `stoker_` is vLLM's. docs/metrics.md has them all as a table.
+Tokens, sources and times are taken from the posted results, so the metrics are sums of what producers got; steps are
+counted apart. Names follow Prometheus' rules; where vLLM has a metric of the same meaning, the name after `stoker_` is
+vLLM's. docs/metrics.md has a table of them.
 """
 
 import logging
@@ -23,31 +23,26 @@ _log = logging.getLogger(__name__)
 
 _SHORT: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _LONG: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 43200.0)
-"""A backlog of a night waits for hours."""
+"""Buckets in seconds; the longest are for a backlog of a night."""
 _SOURCES: Final = ("memory", "disk", "none")
 _OUTCOMES: Final = ("finished", "replayed", "agent_job", "escalated", "failed", "withdrawn", "given_back", "dropped")
 
 _REMEMBERED_S: Final = 600.0
-"""After so many seconds of steps, the costs seen before have half the weight."""
+"""After so many seconds of steps, the costs seen so far weigh half."""
 
 _TOKENS_WINDOW_S: Final = 10.0
 _JOBS_WINDOW_S: Final = 300.0
 """Long enough for jobs of a minute each to have a rate."""
 _DATA_LOSS_SHOWN_S: Final = 86_400.0
-"""An operator who comes in the next morning sees it too."""
+"""So that an operator sees it the next morning too."""
 _LINE_EVERY_S: Final = 60.0
 
-# Else each counter has a second series with the time of its first sample.
+# Without this, each counter has a second series with the time of its first sample.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Metrics(MetricsPort):
-    """Counts from the start of the process; nothing is kept on disk.
-
-    Attributes:
-        registry: all counters and histograms.
-        costs: seconds for a token.
-    """
+    """Counts from the start of the process; nothing is kept on disk. `registry` has all counters and histograms."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -111,10 +106,7 @@ class Metrics(MetricsPort):
         self._steps = times("step_time", "Steps of the engine.", _SHORT)
 
     def _counter(self, name: str, text: str, label: str = "", values: Sequence[str] = ()) -> Counter:
-        """
-        Args:
-            values: known values of the label: each of them is shown from the start, with 0.
-        """
+        """`values`: known values of the label, each shown from the start, with 0."""
         counter = Counter(f"stoker_{name}", text, [label] if label else (), registry=self.registry)
         for value in values:
             counter.labels(value)
@@ -192,20 +184,15 @@ class Metrics(MetricsPort):
 
 
 def total(counter: Counter, label: str = "") -> float:
-    """
-    Args:
-        label: one value of the counter's label, if it has one.
-    """
+    """The sum of a counter's samples; with `label`, only of that value of its label."""
     one = counter.labels(label) if label else counter
     return sum(sample.value for family in one.collect() for sample in family.samples)
 
 
 class Costs:
-    """The seconds that the model needs for a token of a prompt and for one that it generates. Any thread.
-
-    A step without prefill costs its seconds for the tokens that it generates. The others cost more, and the difference
-    is the prefill's. So a worker whose batch is full has cheap tokens: the figures are those of the load that it has.
-    """
+    """The seconds that the model needs for a token of a prompt and for a generated one under the present load: in a
+    full batch, tokens are cheap. Steps without prefill give the cost of a generated token; the steps with prefill take
+    longer, and the difference is the prefill's cost. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -213,10 +200,7 @@ class Costs:
         self._decode_tokens = self._mixed_tokens = self._prefilled = 0.0
 
     def stepped(self, seconds: float, tokens: int, *, has_prefill: bool) -> None:
-        """
-        Args:
-            tokens: generated in this step.
-        """
+        """`tokens`: generated in this step."""
         with self._lock:
             if has_prefill:
                 self._mixed_s += seconds
@@ -230,13 +214,12 @@ class Costs:
                 self._prefilled /= 2
 
     def prefilled(self, tokens: int) -> None:
-        """A sequence ended whose prompt had so many tokens that were not in a cache."""
+        """Count the tokens of an ended sequence's prompt that were not in a cache."""
         with self._lock:
             self._prefilled += tokens
 
     def figures(self) -> dict[str, float | None]:
-        """Seconds for a token of a prompt and for a generated one, under the names of `WORKER_KEY`; ``None``: not known
-        yet."""
+        """Both costs in seconds, under their names in `WORKER_KEY`; ``None``: not known yet."""
         with self._lock:
             token_s = self._decode_s / self._decode_tokens if self._decode_tokens else None
             if token_s is None or not self._prefilled:
@@ -253,8 +236,7 @@ class _Sample:
 
 
 class Rates:
-    """Rates from the counts, at each heartbeat: what `stoker status` shows, and a line in the log for each minute in
-    which there was work. One thread: the heartbeat's."""
+    """Rates for `stoker status` at each heartbeat, and a log line for each minute with work. Heartbeat thread."""
 
     def __init__(self, metrics: Metrics, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics
@@ -265,10 +247,7 @@ class Rates:
         self._at_line: dict[str, float] = {}
 
     def now(self, state: WorkerState, shared_store: SharedUse | None = None) -> dict[str, Any]:
-        """
-        Returns:
-            the value of `now` in `WORKER_KEY`, as wire.py describes it.
-        """
+        """The value of `now` in `WORKER_KEY`, as wire.py describes it."""
         metrics, ended, at = self._metrics, self._metrics.ended_jobs(), self._clock()
         n_ended = _done(ended) + ended["failed"] + ended["withdrawn"]
         self._add(_Sample(at, total(metrics.step_tokens), n_ended), is_idle=state.in_flight == 0)
@@ -293,7 +272,7 @@ class Rates:
         }
 
     def _add(self, sample: _Sample, *, is_idle: bool) -> None:
-        """Time without work counts in no rate: the next backlog is not judged by it."""
+        """Add a sample, but forget the others if there was no work: idle time must not lower the next rates."""
         if is_idle and self._samples and self._samples[-1].ended == sample.ended:
             self._samples.clear()
         self._samples.append(sample)

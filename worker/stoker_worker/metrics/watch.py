@@ -1,7 +1,7 @@
-"""A running worker as it is seen from outside: `/metrics`, `/healthz` and `/readyz` on a loopback port.
+"""Serves `/metrics`, `/healthz` and `/readyz` of a running worker on a loopback port, with a thread for each request.
 
-The server has a thread for each request. A request waits for nothing of the worker's: it reads counts, asks Redis on a
-connection of its own, and looks at the store at most every five seconds.
+A request waits for no stage of the worker: it reads counts, asks Redis on a connection of its own, and looks at the
+store at most every five seconds.
 """
 
 import logging
@@ -30,23 +30,24 @@ from stoker_worker.ports import KVMemory, QueueDepth, Serving, SharedUse, StoreU
 log = logging.getLogger(__name__)
 
 STORE_EVERY_S: Final = 5.0
-"""A look at the store reads a few hundred folders."""
+"""Time between two looks at the store, each of which reads a few hundred folders."""
 
 _LEAST_FREE_BYTES: Final = 2**20
 
 NOT_READY_AFTER_LOSS_S: Final = 180.0
-"""Some looks of a monitor, and shorter than the five minutes after which a worker that is not ready raises an alarm:
-this one works."""
+"""Long enough for a monitor to see it, and shorter than the five minutes after which a worker that is not ready raises
+an alarm: this one still works."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """
+    """The worker at one moment.
+
     Attributes:
-        store, queues: or the error that came instead; ``None`` while the worker has not got that far.
+        store, queues: or the error of reading them; ``None`` while they are not open yet.
         is_standing_by: it waits for another worker's name or store.
-        started_at: when the worker was started, in Unix time.
-        shared: of the shared store, if there is one.
+        started_at: Unix time at which the worker was started.
+        shared: ``None``: there is no shared store.
     """
 
     state: WorkerState
@@ -61,7 +62,7 @@ class Look:
         return isinstance(self.queues, list) and self.state.redis_away_s == 0
 
     def obstacles(self, stuck_after_s: float) -> list[str]:
-        """Why the worker is not ready, in the words of /readyz; empty if it is ready."""
+        """Why the worker is not ready, as /readyz prints it; empty if it is ready."""
         found = []
         if self.queues is None:
             found.append("the worker does not hold its queues yet")
@@ -87,7 +88,7 @@ class Look:
 
 
 def exposition(metrics: Metrics, look: Look, *, tokens_per_s: float, is_ready: bool) -> bytes:
-    """Everything that is known now; what is not known yet is left out."""
+    """The text of /metrics; values that are not known yet are left out."""
     return generate_latest(_Shown(metrics, look, tokens_per_s, is_ready))
 
 
@@ -223,14 +224,14 @@ _PLAIN: Final = "text/plain; charset=utf-8"
 
 
 class Watch:
-    """A running worker, as it is seen from outside. The HTTP server starts first, so that a worker that stands by or
-    loads its model has a health check too.
+    """Shows a running worker. Its HTTP server starts first, so that a worker that stands by or loads its model has a
+    health check too.
 
     Attributes:
         metrics: for the stages.
         is_standby: it waits while another worker has its name or store.
-        state, store, queues: where to look; set as these parts of the worker are made.
-        shared_store: without I/O; the heartbeat looks there.
+        state, store, queues: read these parts of the worker; set when the parts are made.
+        shared_store: the same; without I/O, because the heartbeat calls it.
     """
 
     def __init__(self) -> None:
@@ -247,7 +248,7 @@ class Watch:
         self._started_at = time.time()
 
     def figures(self) -> dict[str, Any]:
-        """The worker's figures for its heartbeat, which is also the clock of the log's line of rates."""
+        """The worker's figures for its heartbeat, which also times the log's line of rates."""
         return self._rates.now(self.state(), self.shared_store())
 
     def look(self) -> Look:
@@ -293,7 +294,7 @@ class Watch:
                 server.shutdown()
 
     def page(self, path: str, *, stuck_after_s: float) -> tuple[HTTPStatus, str, bytes]:
-        """The status, content type and body of the answer."""
+        """Status, content type and body of the answer."""
         if path == "/healthz":
             return HTTPStatus.OK, _PLAIN, b"the process is up\n"
         if path not in ("/readyz", "/metrics"):
@@ -335,4 +336,4 @@ class _WatchRequests(LimitedHead, BaseHTTPRequestHandler):
         return self.server.watch.page(path, stuck_after_s=self.server.stuck_after_s)
 
     def log_message(self, format: str, *args: object) -> None:
-        """A line for each scrape would hide the others."""
+        """Log nothing: a line for each scrape would hide the others."""

@@ -355,7 +355,7 @@ class Finisher:
 
     def _close_number(self, job: Job) -> None:
         """Before a job ends without a turn: make sure that a turn which an earlier run has sent cannot arrive any more.
-        Raises `SharedStoreAway`."""
+        Raises as `CacheStorePort.close_number` does."""
         if job.claimed.was_saving and (agent_id := job.changed_agent) is not None:
             self._store.close_number(agent_id)
 

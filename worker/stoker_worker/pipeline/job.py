@@ -135,8 +135,7 @@ def outcome_of(job: Job, completion: CompletedGeneration) -> Outcome:
 
 
 def cut_short(job: Job, completion: CompletedGeneration | None = None) -> Outcome:
-    """The outcome of a job that was cancelled. `completion`: its sequence as far as it went, if it was in the
-    engine."""
+    """The outcome of a job that was cancelled. `completion`: its sequence so far, if it was in the engine."""
     match job.cancel.reason:
         case "stopping":
             return GivenBack(counts_as_attempt=False)

@@ -1,7 +1,7 @@
-"""From a request and an agent's transcript to the tokens the model reads, and back. Pure; loader and finisher threads.
+"""Turns requests and transcripts into the model's tokens, and answers into transcripts. Pure; loader, finishers.
 
-`full`: the request is the whole conversation. `append`: the request continues the stored *token ids*, which are never
-encoded again, because encode(decode(ids)) is often not ids.
+`full`: the request is the whole conversation. `append`: it continues the stored *token ids*. They are encoded again
+only for another tokenizer or if the template rewrites the history, because encode(decode(ids)) is often not ids.
 """
 
 from collections import OrderedDict
@@ -27,12 +27,12 @@ from stoker_worker.ports.memory import OwnMessage, common_length, continues
 
 _SYSTEM_ROLES: Final = ("system", "developer")
 _MOST_SYSTEM_TOKENS: Final = 2**20
-"""Of all system prompts that are remembered; some 40 MB."""
+"""Limit for all system prompts that are remembered; some 40 MB."""
 
 
 class Rendering:
-    """Renders one job's conversation with its tools and its template's arguments. Texts are in the tokenizer's escaped
-    form."""
+    """Renders the conversation of one job, with its tools and arguments of the template. Texts are in the tokenizer's
+    escaped form."""
 
     def __init__(self, request: GenerationRequest, tokenizer: TokenizerPort) -> None:
         self._tools = request.offered_tools or None
@@ -49,17 +49,21 @@ class Rendering:
         )
 
     def rest(self, rendered: str, whole: tuple[Message, ...], n_new: int, *, after: str) -> str | None:
-        """What follows `after`, the plain text of all but the last `n_new` messages, in `rendered`, the text of the
-        conversation `whole`; ``None``: the template has rewritten that text."""
+        """The part of `rendered` behind `after`; ``None``: the template has rewritten `after`.
+
+        Args:
+            rendered: the text of the conversation `whole`.
+            after: the plain text of all but the last `n_new` messages.
+        """
         rest = self._tokenizer.rest_of(rendered, after=after)
         return self._rest_as_generated(rendered, whole, n_new, after) if rest is None else rest
 
     def _rest_as_generated(self, rendered: str, whole: tuple[Message, ...], n_new: int, after: str) -> str | None:
-        """For a template that writes calls and thinking in another notation than the model did.
+        """As `rest`, for a template that writes calls and thinking in another notation than the model did.
 
-        With the answers as the model generated them, the conversation so far has to begin with the stored text and to
-        end alike, and the new messages have to add the same: some templates write a tool's result only if its call is
-        in the parts.
+        The conversation is rendered once more with the answers as the model generated them. That text has to begin with
+        the stored one, both texts have to end alike before the new messages, and these have to add the same to both:
+        some templates write a tool's result only if the call is in the message's parts.
         """
         if not any(isinstance(message, OwnMessage) for message in whole):
             return None
@@ -83,12 +87,12 @@ class Prompt:
 
     Attributes:
         ids: all of them, history included.
-        messages: the conversation that `ids` encode, when it is made of messages.
-        text: the text that `ids` encode, when it is made of raw prompts.
-        rendered_anew: why the history was rendered and encoded again; ``None`` when it was continued.
+        messages: the conversation in `ids`; ``None`` if it is made of raw prompts.
+        text: the text in `ids`; ``None`` if it is made of messages.
+        rendered_anew: why the history was rendered and encoded again; ``None`` if it was not.
         opened: the text at the end of `ids` with which the template opens the model's thinking; else empty.
-        markers: those of the answer.
-        decoded: the text of all `ids`, of a job that wants its prompt back; else empty.
+        markers: of the answer.
+        decoded: the text of all `ids` for a job that wants its prompt back; else empty.
     """
 
     ids: tuple[int, ...]
@@ -105,7 +109,7 @@ def build_prompt(
 ) -> Prompt:
     """
     Args:
-        transcript: the agent's, or ``None`` for an unknown agent; only `append` looks at it.
+        transcript: the agent's, or ``None`` for an unknown agent; only `append` uses it.
 
     Raises:
         InvalidRequest: it has a token id that the model does not have.
@@ -133,7 +137,7 @@ def build_prompt(
 
 
 def fitted(request: GenerationRequest, n_prompt: int, model: LoadedModel) -> GenerationRequest:
-    """The request as this model can answer it: with `fit_max_tokens`, its `max_tokens` is no more than fits.
+    """The request, with a `max_tokens` that fits if it has `fit_max_tokens`.
 
     Raises:
         ContextLimitExceeded: the prompt of `n_prompt` tokens and the answer do not fit into the model's context; with
@@ -158,21 +162,21 @@ def fitted(request: GenerationRequest, n_prompt: int, model: LoadedModel) -> Gen
 
 
 def reusable_ids(request: GenerationRequest, prompt: Prompt) -> tuple[int, ...]:
-    """The part of the prompt that may come from a cache, except for its last token: the whole prompt, or what is before
-    the first token that is to be scored."""
+    """The part of the prompt that may come from a cache, except for its last token: all of it, or the tokens before the
+    first one that is to be scored."""
     return prompt.ids if request.prompt_logprobs is None else prompt.ids[: request.prompt_logprobs_start]
 
 
 class SystemPrompts:
-    """How many tokens of prompts are their system prompt and tools, by the template. Remembers the last few, because
-    many agents have the same. One thread."""
+    """Counts the tokens of prompts that are system prompt and tools. Remembers the last system prompts, because many
+    agents have the same. One thread."""
 
     def __init__(self) -> None:
         self._ids: OrderedDict[str, tuple[int, ...]] = OrderedDict()
         self._n_ids = 0
 
     def n_tokens(self, request: GenerationRequest, prompt: Prompt, tokenizer: TokenizerPort) -> int:
-        """0 if the prompt has none, or if it cannot be told."""
+        """0 if the prompt has neither, or if the template cannot render them alone."""
         first = tuple(takewhile(lambda message: message.role in _SYSTEM_ROLES, prompt.messages or ()))
         if prompt.messages is None or not (first or request.offered_tools):
             return 0
@@ -191,11 +195,8 @@ class SystemPrompts:
 
 
 def check_expectations(request: GenerationRequest, agent: AgentVersion) -> None:
-    """
-    Raises:
-        AgentNotFound: it must exist, and does not.
-        AgentVersionConflict: it is not at the version that the job expects.
-    """
+    """Raises `AgentNotFound` if the agent must exist and does not, `AgentVersionConflict` if its version is not the one
+    that the job expects."""
     if request.must_exist and not agent.known_number:
         raise AgentNotFound(f"there is no agent {request.agent_id!r}, and the job has 'must_exist'")
     if request.expect_version not in (None, agent.known_number):
@@ -205,10 +206,8 @@ def check_expectations(request: GenerationRequest, agent: AgentVersion) -> None:
 
 
 def replaced_version(prompt: Prompt, agent: AgentVersion) -> int | None:
-    """The agent's version, if a turn with this prompt replaces its conversation; ``None`` if it continues it.
-
-    Token ids need not agree: the same conversation sent back as text is often encoded in other tokens.
-    """
+    """The agent's version if a turn with this prompt replaces its conversation; ``None`` if it continues it, in any
+    token ids, because the same conversation sent back as text often has others."""
     stored = agent.transcript
     if stored is None or prompt.ids[: len(stored.token_ids)] == stored.token_ids:
         return None
@@ -241,7 +240,7 @@ def _text_prompt(
     text = tokenizer.decode(given) if given is not None else request.prompt or ""
 
     def encoded(before: str, *, special_start: bool) -> tuple[int, ...]:
-        """Token ids of `before` and `text`; those that the request gives stay as they are."""
+        """Token ids of `before` and `text`; those in the request stay as they are."""
         if given is None:
             return tuple(tokenizer.encode(before + text, special_start=special_start))
         return (*(tokenizer.encode(before, special_start=special_start) if before else ()), *given)
@@ -273,9 +272,9 @@ def _messages_prompt(
         return Prompt(tuple(tokenizer.encode_rendered(rendered)), whole, None)
     if history.tokenizer_fingerprint != model.tokenizer_fingerprint:
         return Prompt(tuple(tokenizer.encode_rendered(rendered)), whole, None, rendered_anew="other_tokenizer")
-    # The stored ids are continued only when their text is exactly the beginning of the conversation as rendered now.
-    # Some templates rewrite earlier messages (they drop old thinking, or the tools have changed): then the conversation
-    # is encoded in full, and the cache still serves the tokens that are the same.
+    # The stored ids are continued only if their text is exactly the beginning of the conversation as rendered now. Some
+    # templates rewrite earlier messages (they drop old thinking, or the tools have changed): then the conversation is
+    # encoded in full, and the cache still serves the tokens up to the first that differs.
     delta = rendering.rest(rendered, whole, len(messages), after=tokenizer.decode(history.token_ids))
     if delta is None:
         return Prompt(tuple(tokenizer.encode_rendered(rendered)), whole, None, rendered_anew="template_rewrote_history")
@@ -296,7 +295,7 @@ def _check_token_ids(request: GenerationRequest, model: LoadedModel) -> None:
 
 
 def _check_size(request: GenerationRequest, model: LoadedModel, tokenizer: TokenizerPort) -> None:
-    """Refuse, before encoding it, a text that no tokenization could fit: encoding 50 MB takes half a minute."""
+    """Refuse a text that cannot fit in any encoding before it is encoded: 50 MB take half a minute."""
     texts = [request.prompt] if request.prompt is not None else [m.content for m in request.messages or ()]
     size, limit = sum(len(text.encode()) for text in texts if text), model.context_tokens * tokenizer.max_token_bytes
     if size > limit:

@@ -1,7 +1,7 @@
-"""The worker: makes the stages, starts them in order and stops them in order. Main thread.
+"""The worker: makes the stages, and starts and stops them in order. Main thread.
 
-Owns the life of the process, and when a stop turns from "let them finish" into "cut them short". A job passes through
-fetcher.py, loader.py, engine_thread.py and finisher.py.
+Owns the life of the process, and decides when a stop no longer waits for running jobs but cuts them short. A job passes
+through fetcher.py, loader.py, engine_thread.py and finisher.py.
 """
 
 import logging
@@ -42,11 +42,11 @@ _AWAY_S: Final = 1.0
 
 
 _READ_AHEAD_S: Final = 1.0
-"""Between two looks at the waiting jobs while the model loads."""
+"""Pause between two looks at the waiting jobs while the model loads."""
 
 
 class Worker:
-    """One resident worker. The queue is held already; `run` returns when the work is done or it was told to stop."""
+    """One resident worker, which holds its lease already. `run` returns at a limit or after a stop."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Worker:
         )
 
     def request_stop(self) -> None:
-        """Once: let running jobs finish, for the grace. Twice: at once. Any thread, and signal handlers."""
+        """Once: let running jobs finish within the grace. Twice: stop at once. Any thread, and signal handlers."""
         self._stop_requests.append(None)
 
     def install_signal_handlers(self) -> None:
@@ -110,7 +110,7 @@ class Worker:
         Raises:
             ModelNotLoadable: the model could not be loaded.
             EngineFailed: the engine broke; its jobs were given back.
-            QueueHeld: another worker took the queue over; its jobs are that worker's.
+            QueueHeld: another worker took over, and puts this one's jobs back.
         """
         self._heartbeat.start()
         self._recovery.start()
@@ -128,11 +128,11 @@ class Worker:
             self._heartbeat.join()
 
     def is_still_loading(self) -> bool:
-        """After `run`: whether it was told to stop while the model loads. The engine thread then goes on loading."""
+        """After `run`: whether a stop came while the model loads. The engine thread then still loads it."""
         return self._engine.is_alive()
 
     def state(self) -> WorkerState:
-        """As it is now. Any thread."""
+        """Any thread."""
         stages = Counter[str](progress.stage for progress in self._engine.progress().values())
         beside = len(self._queue.in_flight()) - stages.total()
         return WorkerState(
@@ -147,8 +147,8 @@ class Worker:
         )
 
     def _prepare(self) -> None:
-        """Recover the jobs of dead workers and read the caches of the first jobs while the model loads, which may take
-        minutes. It has a thread of its own, so that a stop does not wait for a Redis that hangs."""
+        """Recover the jobs of dead workers, and read the caches of the first jobs, while the model loads for minutes
+        perhaps. Runs on a thread of its own, so that a stop does not wait for a Redis that hangs."""
         recover, look = Periodic(self._recover_s), Periodic(_READ_AHEAD_S)
         while not self._is_to_stop():
             if recover.is_due():
@@ -174,7 +174,7 @@ class Worker:
             log.debug("the first jobs' caches are not read ahead: %s", error)
 
     def _load(self) -> LoadedModel | None:
-        """Wait for the model, and for the recovery; ``None`` when told to stop meanwhile."""
+        """Wait for the model and the recovery; ``None`` if a stop comes first."""
         while self._recovery.is_alive() or not self._loaded.done():
             if self._is_to_stop():
                 return None
@@ -207,7 +207,7 @@ class Worker:
         return bool(self._stop_requests) or self._heartbeat.deposed.is_set()
 
     def _drain(self) -> None:
-        """Wait until the fetcher has left: by itself, or told to."""
+        """Wait until the fetcher has left, by itself or because of a stop."""
         while not self._fetcher.left.wait(_LOOK_S):
             if not (self._finisher.is_alive() and (self._fetcher.is_alive() or self._fetcher.left.is_set())):
                 log.error("a fetcher or finisher thread has died: the jobs in flight are left to recovery")
@@ -235,7 +235,7 @@ class Worker:
             self._fetcher.leave()
 
     def _join(self, *threads: threading.Thread) -> None:
-        """Until the threads have ended. They may still be waiting for a reply of Redis."""
+        """Wait until the threads have ended; hang up if they wait for a Redis that is away."""
         for thread in threads:
             while thread.is_alive():
                 thread.join(_LOOK_S)
