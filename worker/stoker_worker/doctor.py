@@ -1,7 +1,7 @@
-"""`stoker-worker doctor`: checks of the set-up, in their order: machine, Redis, store, shared store, model.
+"""`stoker-worker doctor`: checks, in this order, of the machine, Redis, the store, the shared store and the model.
 
-Writes nothing into Redis or the store. No password, prompt or agent's name is in a finding. The calling thread owns MLX
-from the first check of the device on.
+Writes nothing into Redis or the store. No finding has a password, a prompt or an agent's name. The calling thread owns
+MLX from the check of the device on.
 """
 
 import os
@@ -63,12 +63,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check.
-
-    Attributes:
-        line: for a reader, in one line.
-        advice: what to do about it; empty if it is `ok`.
-    """
+    """The result of a check. `line`: one line for the reader. `advice`: how to mend it; empty if it is `ok`."""
 
     status: Status
     line: str
@@ -92,13 +87,12 @@ Check = tuple[str, Callable[[], Finding]]
 
 
 def examine(settings: WorkerSettings) -> Iterator[tuple[str, Finding]]:
-    """Every check by its name, one after the other. A check that raises is a failure with one line."""
+    """The finding of each check, one after the other. A check that raises has failed."""
     for name, look in _checks(settings):
         yield name, found(look)
 
 
 def found(look: Callable[[], Finding]) -> Finding:
-    """What a check finds; a failure if it raises."""
     try:
         return look()
     except Exception as error:
@@ -116,7 +110,7 @@ def _checks(settings: WorkerSettings) -> Iterator[Check]:
     with tempfile.TemporaryDirectory(prefix="stoker-doctor-") as folder:
         from stoker_worker.engine.provider import MlxProvider
 
-        # Another store: no proof of an earlier start is used. Wired memory has crashed Macs.
+        # In another store, so that no proof of an earlier start is used. Wired memory has crashed Macs.
         update = {"store": Path(folder), "wired_memory": False}
         yield from model_checks(settings.model, MlxProvider(settings.model_copy(update=update)))
 
@@ -165,10 +159,7 @@ def sleep() -> Finding:
 
 
 def sleep_in(pmset: str) -> Finding:
-    """
-    Args:
-        pmset: what ``pmset -g`` prints: a line ``sleep MINUTES`` among others, 0 for never.
-    """
+    """`pmset`: the output of ``pmset -g``, with a line ``sleep MINUTES``; 0: never."""
     found = re.search(r"^\s*sleep\s+(\d+)(.*)$", pmset, re.MULTILINE)
     if found is None:
         return warn("pmset names no sleep setting", _ADVICE_SLEEP)
@@ -202,7 +193,7 @@ def device() -> Finding:
 
 
 def redis_checks(redis_url: str) -> Iterator[Check]:
-    """The checks of the server at the URL; of one of our own in a temporary folder for `embedded`."""
+    """The checks of the server at the URL; for `embedded`, of a server that is started in a temporary folder."""
     with ExitStack() as closing:
         found: list[Redis] = []
         yield "redis", lambda: _redis_answers(redis_url, closing, found)
@@ -213,10 +204,7 @@ def redis_checks(redis_url: str) -> Iterator[Check]:
 
 
 def _redis_answers(redis_url: str, closing: ExitStack, found: "list[Redis]") -> Finding:
-    """
-    Args:
-        found: gets the connection once the server has answered.
-    """
+    """`found`: gets the connection once the server has answered."""
     from stoker_worker.embedded_redis import EmbeddedServer
     from stoker_worker.queue.client import connect
 
@@ -280,14 +268,14 @@ def _mb(n_bytes: int) -> str:
 
 
 def store_checks(folder: Path) -> Iterator[Check]:
-    """Changes nothing in the store, also while a worker runs."""
+    """Change nothing in the store, so they are safe beside a running worker."""
     yield "store folder", lambda: store_rights(folder)
     yield "store disk", lambda: store_disk(folder)
     yield "store format", lambda: store_format(folder)
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """The folder, or the nearest one above it that exists."""
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
 
 
@@ -330,7 +318,7 @@ def store_format(folder: Path) -> Finding:
 
 
 def shared_store(url: str) -> Finding:
-    """Leaves nothing in the shared store."""
+    """Tries the shared store, and leaves nothing in it."""
     if find_spec("obstore") is None:
         return fail("obstore is not installed, which a shared store needs", "pip install 'stoker[shared]'")
     try:
@@ -346,11 +334,7 @@ def shared_store(url: str) -> Finding:
 
 
 def model_checks(name: str, provider: ModelProviderPort) -> Iterator[Check]:
-    """
-    Args:
-        name: the worker's `--model`.
-        provider: loads it, on this thread.
-    """
+    """`name`: the worker's `--model`, which `provider` loads on this thread."""
     loaded: list[tuple[GenerationEnginePort, LoadedModel]] = []
     try:
         yield "model", lambda: model_loads(name, provider, loaded)
@@ -364,11 +348,7 @@ def model_checks(name: str, provider: ModelProviderPort) -> Iterator[Check]:
 def model_loads(
     name: str, provider: ModelProviderPort, loaded: list[tuple[GenerationEnginePort, LoadedModel]]
 ) -> Finding:
-    """Weights that are larger than the memory are not loaded: a Mac that is asked for more does not fail softly.
-
-    Args:
-        loaded: gets the engine and the model.
-    """
+    """Loads the model, unless its weights exceed the memory: a Mac does not fail softly then. `loaded`: gets both."""
     try:
         folder = local_folder(name)
         weights = folder.glob("model*.safetensors") if folder is not None else ()

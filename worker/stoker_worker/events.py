@@ -1,6 +1,6 @@
 """Log lines with fixed words and fields: the events of jobs, and outages. Any thread; no I/O but the log.
 
-A job's event never has a prompt, an answer or a part of them. `cli/log_lines.py` writes the fields as text or as JSON.
+They never have any part of a prompt or an answer. `cli/log_lines.py` writes the fields as text or as JSON.
 """
 
 import logging
@@ -16,16 +16,16 @@ JobEvent = Literal[
 ]
 
 FIELDS: Final = "fields"
-"""The attribute of a log record that has its fields, in their order."""
+"""The attribute of a log record with its fields, in their order."""
 
 _log = logging.getLogger(__name__)
 
 _QUIET_S: Final = 1.5
-"""Three pauses between two tries: what answers one call and refuses the next is still in its outage."""
+"""Three pauses between two tries: a server that answers one call and refuses the next is still away."""
 
 
 def log_job(event: JobEvent, job_id: str, level: int = logging.INFO, /, **fields: object) -> None:
-    """One line about one job. Fields that are ``None`` do not apply and are left out of the text."""
+    """Log one line about a job. The text leaves out fields that are ``None``: they do not apply."""
     if not _log.isEnabledFor(level):
         return
     known = {"job": job_id, **fields}
@@ -34,11 +34,7 @@ def log_job(event: JobEvent, job_id: str, level: int = logging.INFO, /, **fields
 
 
 def log_answer(event: JobEvent, job_id: str, result: Mapping[str, Any], **fields: object) -> None:
-    """A result's figures.
-
-    Args:
-        result: as JSON, perhaps of an earlier version.
-    """
+    """Log the figures of a result. `result`: JSON values, perhaps of an earlier version of stoker."""
     usage, cache = result.get("usage", {}), result.get("cache", {})
     save_error = cache.get("save_error")
     log_job(
@@ -57,7 +53,7 @@ def log_answer(event: JobEvent, job_id: str, result: Mapping[str, Any], **fields
 
 
 def log_failure(job_id: str, error: Exception, **fields: object) -> None:
-    """The kind of the error; and its text, if it is about the worker and can quote nothing of the request."""
+    """Log the kind of an error, and its text if that is about the worker and cannot quote the request."""
     is_ours = isinstance(error, StokerError) and not isinstance(error, RequestError)
     reason = str(error) if is_ours else None
     log_job("failed", job_id, logging.WARNING, **fields, error=type(error).__name__, reason=reason)
@@ -69,13 +65,10 @@ def _shown(value: object) -> str:
 
 
 class Outage:
-    """Every thread that meets an outage says so here, and one that calls regularly says when a call has succeeded."""
+    """Logs the begin and end of an outage. Any thread that meets it calls `met`, and a regular caller `answered`."""
 
     def __init__(self, of: str) -> None:
-        """
-        Args:
-            of: what fails, as the subject of a sentence.
-        """
+        """`of`: the service that fails, as the subject of a sentence."""
         self._of = of
         self._lock = threading.Lock()
         self._began: float | None = None
@@ -83,15 +76,12 @@ class Outage:
 
     @property
     def seconds(self) -> float:
-        """How long it has lasted; 0: there is none."""
+        """How long the present outage has lasted; 0: there is none."""
         with self._lock:
             return 0.0 if self._began is None else time.monotonic() - self._began
 
     def met(self, why: object) -> None:
-        """
-        Args:
-            why: an error, or its text, for the log.
-        """
+        """A call has failed. `why`: an error, or its text, for the log."""
         with self._lock:
             self._last = time.monotonic()
             if self._began is not None:

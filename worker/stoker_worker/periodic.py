@@ -1,4 +1,4 @@
-"""A clock that tells when something is due again. Owns nothing else; one thread."""
+"""A timer for periodic work, for one thread."""
 
 import time
 
@@ -14,7 +14,7 @@ class Periodic:
         self._last = float("-inf")
 
     def rest(self, seconds: float) -> None:
-        """Not due for so long."""
+        """Be not due for this long."""
         self._last = max(self._last, time.monotonic() + seconds - self._period_s)
 
     def is_due(self) -> bool:

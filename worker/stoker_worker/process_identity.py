@@ -1,7 +1,4 @@
-"""Identifies a process by host, boot, pid and start time, so that a dead worker can be told from a live one. No state.
-
-A pid alone is not enough, because it is used again.
-"""
+"""Identifies a process by host, boot, pid and start time, to tell dead workers from live ones: pids are used again."""
 
 import os
 import platform
@@ -34,8 +31,8 @@ class ProcessIdentity:
 
 
 def pid_namespace() -> str:
-    """The PID namespace of the process; empty where there is only one kind. A container has its own, even if it has its
-    host's name: a process that cannot be seen from it may be alive."""
+    """The PID namespace of this process; empty on a system without them. A container has its own, even if it has the
+    host's name: processes that it cannot see may be alive."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:

@@ -1,6 +1,6 @@
 """The worker as a service of its user: a launchd agent on a Mac, a systemd unit on Linux.
 
-Owns the service's file. Runs the programs of the service manager; reads no settings.
+Owns the service's file, and runs the programs of the service manager. Reads no settings.
 """
 
 import getpass
@@ -22,10 +22,10 @@ from stoker_shared.environment import ENV_PREFIX
 from stoker_shared.errors import StokerError
 
 RESTART_S: Final = 30
-"""Between two starts of a worker that crashes: a wrong setting must not load the model all the time."""
+"""Pause between two starts of a worker that crashes: a wrong setting must not load the model all the time."""
 
 _SAVING_S: Final = 30
-"""After the grace: the jobs that were cut short are given back, and the embedded server writes its file."""
+"""Time after the grace to give back the jobs that were cut short, and for the embedded server to write its file."""
 
 # A service starts with almost no variables. PATH finds redis-server, HF_* the models that are downloaded already.
 _KEPT: Final = ("HOME", "PATH", "PYTHONPATH")
@@ -38,8 +38,8 @@ class ServiceUnit:
     Attributes:
         name: of the service and of its file.
         command: program and arguments.
-        folder: where it runs: relative paths among the options mean what they meant to `install`.
-        environment: all variables that it needs besides those that every process of the user has.
+        folder: the working folder: that of `install`, for relative paths among the options.
+        environment: the variables that it needs besides those of every process of the user.
         stop_timeout_s: the service manager kills a worker that takes longer to stop.
     """
 
@@ -53,8 +53,8 @@ class ServiceUnit:
 def worker_unit(
     name: str, options: Sequence[str], *, grace_s: float, environment: Mapping[str, str] = os.environ
 ) -> ServiceUnit:
-    """The unit of `stoker-worker run` with these options, from this Python, folder and environment. The Redis URL is
-    always a variable: it may have a password, and everybody can read the arguments of a process."""
+    """The unit of `stoker-worker run` with these options, this Python, folder and environment. The Redis URL becomes a
+    variable: it may have a password, and everybody can read the arguments of a process."""
     kept = {
         variable: value
         for variable, value in sorted(environment.items())
@@ -72,18 +72,15 @@ def worker_unit(
 
 
 Say = Callable[[str], None]
-"""Gets each line about what is done."""
+"""Prints a line about a step."""
 
 
 class ServiceRefused(StokerError):
-    """The service manager is missing, or it refused; the message has its words."""
+    """The service manager is missing, or it refused; the message has its reason."""
 
 
 def require_program(name: str, system: str) -> None:
-    """
-    Raises:
-        ServiceRefused: it is not on the PATH.
-    """
+    """Raises `ServiceRefused` if the program is not on the PATH."""
     if shutil.which(name) is None:
         raise ServiceRefused(f"{name} is missing: a service needs {system}; `--print` shows what it would run")
 
@@ -93,10 +90,7 @@ def called(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def called_well(*command: str) -> None:
-    """
-    Raises:
-        ServiceRefused: it failed; the message has its last line.
-    """
+    """Raises `ServiceRefused`, with the command's last line, if it failed."""
     done = called(*command)
     if done.returncode != 0:
         said = (done.stderr or done.stdout).strip().splitlines()
@@ -104,7 +98,7 @@ def called_well(*command: str) -> None:
 
 
 def _write_if_other(path: Path, text: str) -> bool:
-    """Returns True if it was written. Only its owner can read it: variables may have passwords."""
+    """Write a file, readable only by its owner because variables may have passwords; ``False``: it was so already."""
     if path.exists() and path.read_text(encoding="utf-8") == text:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,11 +122,11 @@ class Launchd:
         self._session = f"gui/{uid}"
 
     def path(self, name: str) -> Path:
-        """Where `install` writes the service's file: the service is installed if it is there."""
+        """The service's file, which exists while the service is installed."""
         return self._agents / f"{name}.plist"
 
     def text(self, unit: ServiceUnit) -> str:
-        """The file that `install` writes."""
+        """The text of the service's file."""
         log = str(self._log(unit.name))
         agent = {
             "Label": unit.name,
@@ -150,7 +144,7 @@ class Launchd:
         return plistlib.dumps(agent, sort_keys=False).decode()
 
     def install(self, unit: ServiceUnit, say: Say) -> None:
-        """Write the file and start the service; start it anew if it runs with another file."""
+        """Write the file and start the service; restart it if it runs with another file."""
         self._require()
         path, is_loaded = self.path(unit.name), self._is_loaded(unit.name)
         self._logs.mkdir(parents=True, exist_ok=True)  # launchd would make it as root
@@ -162,7 +156,7 @@ class Launchd:
             self._unload(unit.name, stop_timeout_s)
         if changed or not is_loaded:
             called_well("launchctl", "bootstrap", self._session, str(path))
-        else:  # it may have ended well, and stays so until it is told
+        else:  # it may have ended well, and then starts only if told to
             called_well("launchctl", "kickstart", self._target(unit.name))
         say(f"{unit.name} is started, and will be at each login")
 
@@ -184,8 +178,8 @@ class Launchd:
         return ["tail", "-n", str(lines), *(["-F"] if follow else []), str(log)]
 
     def _unload(self, name: str, stop_timeout_s: float) -> None:
-        """launchctl returns before the worker has ended, and launchd takes no other agent of that name until then. It
-        kills a worker that takes too long."""
+        """Stop the agent, and wait: launchctl returns earlier, but launchd takes no other agent of that name until the
+        worker has ended. It kills a worker that takes too long."""
         called("launchctl", "bootout", self._target(name))
         deadline = time.monotonic() + stop_timeout_s + _MARGIN_S
         while self._is_loaded(name):
@@ -194,7 +188,7 @@ class Launchd:
             time.sleep(_POLL_S)
 
     def _stop_timeout_s(self, name: str) -> float:
-        """The time limit of the agent that runs; the next one may have another."""
+        """The stop timeout of the agent that runs; the next one may have another. 0: unknown."""
         try:
             return float(plistlib.loads(self.path(name).read_bytes())["ExitTimeOut"])
         except (OSError, ValueError, KeyError, plistlib.InvalidFileException):
@@ -222,8 +216,8 @@ class Launchd:
 
 _LINGER: Final = Path("/var/lib/systemd/linger")
 
-# KillMode: a stop reaches the worker alone, which needs its embedded Redis server until its jobs are given back; and
-# the server of a worker that crashed goes on taking jobs. Exit code 2 is a wrong option, which no restart mends.
+# KillMode: a stop reaches only the worker, which needs its embedded Redis server until its jobs are given back, and the
+# server of a crashed worker goes on taking jobs. Exit code 2 is a wrong option, which no restart mends.
 _UNIT: Final = """\
 [Unit]
 Description=stoker worker ({name})
@@ -303,7 +297,7 @@ class Systemd:
 
 
 def _quoted(word: str) -> str:
-    """A word of a unit file: in it, `%` begins a specifier, and quotes and line ends are escaped as in C."""
+    """A word for a unit file, where `%` begins a specifier, and quotes and line ends are escaped as in C."""
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
     return f'"{escaped.replace("%", "%%")}"'
 

@@ -23,16 +23,16 @@ from stoker_worker.ports.cache_spec import StoreDtype
 from stoker_worker.ports.model import RequestDefaults
 
 EMBEDDED = "embedded"
-"""The `redis_url` of a server of the worker's own."""
+"""The `redis_url` for a server of the worker's own."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """How a setting is an option of `stoker-worker run`; `cli/run_options.py` makes it.
+    """A setting's option of `stoker-worker run`, which `cli/run_options.py` makes.
 
     Attributes:
         heading: in the help.
-        names: where they are not made of the field's name.
+        names: of the option, if they are not made of the field's name.
         is_repeatable: its values are joined with commas.
     """
 
@@ -56,10 +56,8 @@ def _int_or_none(value: Any) -> int | None:
 
 
 class WorkerSettings(BaseSettings):
-    """Sizes in bytes, times in seconds. Each field is also ``STOKER_<NAME>`` in the environment and a name in the file.
-
-    One with a help is also an option of `run`; a text in brackets at the end of the help is the default.
-    """
+    """Sizes in bytes, times in seconds. Each field is also ``STOKER_<NAME>`` in the environment and a name in the file;
+    one with a help is an option of `run`. A text in brackets at the end of the help is the default."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
 
@@ -204,7 +202,7 @@ class WorkerSettings(BaseSettings):
     @field_validator("redis_url")
     @classmethod
     def _redis_url_from_a_file(cls, value: str) -> str:
-        """Replaces a ``file:`` URL by the file's first line: every user can see the arguments of a process."""
+        """Replace a ``file:`` URL by the file's first line: every user can see the arguments of a process."""
         if not value.startswith("file:"):
             return value
         try:
@@ -284,7 +282,7 @@ def settings_in_force(options: dict[str, Any]) -> tuple[WorkerSettings, Mapping[
         options: values from the command line; ``None`` for an option that was not given.
 
     Returns:
-        the settings, and where each has its value from: ``option``, the variable's name, the file's path, ``default``.
+        the settings, and the origin of each: ``option``, the variable's name, the file's path, ``default``.
 
     Raises:
         ValueError: an unknown ``STOKER_*`` variable, a file that cannot be read or has unknown names, or an invalid

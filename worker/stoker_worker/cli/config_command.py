@@ -1,4 +1,4 @@
-"""`stoker-worker config`: prints the settings in force and where each comes from. Only command-line texts."""
+"""`stoker-worker config`: prints the settings in force and where each comes from. Options and output only."""
 
 import json
 import re
@@ -43,6 +43,6 @@ def _as_text(value: Any) -> Any:
 
 
 def _default_as_read(option: click.Parameter) -> str:
-    """The default as the option's help has it; empty if it has none."""
+    """The default in the option's help; empty if it has none."""
     found = re.search(r"\[([^]]*)\]$", getattr(option, "help", None) or "")
     return found[1] if found else ""

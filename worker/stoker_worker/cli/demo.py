@@ -1,7 +1,7 @@
-"""`make demo`: a job's whole path on this machine, in minutes. The product needs nothing of this module.
+"""`make demo`: a job's whole path on this machine, in minutes.
 
 Two agents have two turns each, and the worker is stopped and started between the turns. In the second turn each agent
-pays only for its new tokens, because its cache came back from disk.
+costs only its new tokens, because its cache comes back from disk.
 """
 
 import logging
@@ -57,8 +57,8 @@ _BRIEFS = {  # a brief, and a question for each turn
 def run_demo(folder: Path, model: str | None) -> None:
     """
     Args:
-        folder: the place of the demo's model, its server's files and its agents' memory. The memory of an earlier demo
-            is removed, so that the first turn really is one.
+        folder: of the demo's model, its server's files and its agents' memory. An earlier demo's memory is removed, so
+            that the first turn really is one.
         model: as for ``stoker-worker run --model``; by default SmolLM2-135M-Instruct.
 
     Raises:
@@ -96,7 +96,7 @@ def _submit(producer: Producer, agent_id: str, turn: int) -> Ticket:
 
 
 def _run_worker(model: str, redis_url: str, folder: Path) -> None:
-    """Run a worker process until the queue is empty; its log is what there is to see meanwhile."""
+    """Run a worker process until the queue is empty, and show its log meanwhile."""
     command = [sys.executable, "-m", "stoker_worker", "run", "--burst", "--model", model]
     environment = os.environ | {"STOKER_REDIS_URL": redis_url}
     done = subprocess.run([*command, "--store", str(folder / "store")], env=environment, check=False)

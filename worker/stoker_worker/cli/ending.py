@@ -1,4 +1,4 @@
-"""How a command of `stoker-worker` ends: by one line for an error that an operator can mend, and quietly."""
+"""Ends the commands of `stoker-worker`: an error that an operator can mend is one line, and a stop is quiet."""
 
 import signal
 import sys
@@ -16,7 +16,8 @@ MISSING: Final = "the worker's packages are missing ({}); install them with: pip
 
 @contextmanager
 def late_signals_ignored() -> Iterator[None]:
-    """Python restores the default handlers at its exit: a late signal would make a clean stop look like a crash."""
+    """Ignore signals from the end of the context on. Python's exit restores the default handlers: a late signal would
+    make a clean stop look like a crash."""
     try:
         yield
     finally:
@@ -26,7 +27,7 @@ def late_signals_ignored() -> Iterator[None]:
 
 @contextmanager
 def cleaned_up_when_terminated() -> Iterator[None]:
-    """SIGTERM ends the process as Ctrl-C does: what the command opened and made is closed and removed. Main thread."""
+    """Make SIGTERM end the process as Ctrl-C does, so that the command cleans up. Main thread."""
     before = signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     try:
         yield
@@ -36,7 +37,7 @@ def cleaned_up_when_terminated() -> Iterator[None]:
 
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """An error that an operator can mend becomes one line; anything else is a bug and keeps its traceback."""
+    """Turn an error that an operator can mend into one line; any other is a bug and keeps its traceback."""
     try:
         yield
     except ModuleNotFoundError as error:

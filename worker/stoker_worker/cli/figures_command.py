@@ -1,5 +1,5 @@
-"""`stoker-worker figures`: its options. The experiments measure; a checkout has them beside the packages,
-and a wheel inside."""
+"""`stoker-worker figures`: its options. The experiments measure; they are beside the packages in a checkout, and inside
+in a wheel."""
 
 import sys
 from importlib import import_module

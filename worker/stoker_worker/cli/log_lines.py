@@ -1,4 +1,4 @@
-"""The form of the log: a text line, or a JSON object on each line. Main thread sets it up; any thread writes."""
+"""The form of the log: lines of text, or a JSON object on each. Set up on the main thread; any thread writes."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ def configure_logging(settings: "WorkerSettings") -> None:
 
 
 class _TextLine(logging.Formatter):
-    """A message is one line, whatever the names in it."""
+    """Keeps a message on one line, whatever names are in it."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return printable(super().formatMessage(record))
@@ -39,7 +39,7 @@ class _TextLine(logging.Formatter):
 
 
 class _JsonLine(logging.Formatter):
-    """``time`` (UTC), ``level``, ``thread``, ``message``; the fields of a job's event; ``traceback`` of an error."""
+    """Fields: ``time`` (UTC), ``level``, ``thread``, ``message``, those of a job's event, ``traceback`` of an error."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {

@@ -1,4 +1,4 @@
-"""Command `stoker-worker`: makes the worker's objects from the settings and runs it. The only place that wires them."""
+"""Command `stoker-worker`: makes the worker's objects from the settings and runs it. Only this module wires them."""
 
 import logging
 import os
@@ -95,7 +95,7 @@ def _run(settings: "WorkerSettings") -> None:
         redis_url = settings.redis_url
         if redis_url == EMBEDDED:
             redis_url = _embedded_redis(settings, cleanup)
-        # Before the queue: a worker that sleeps loses its lease but not its store, and no worker runs without a store.
+        # Before the queue: a worker that sleeps can lose its lease but not its store, which another then cannot open.
         agents = cleanup.enter_context(closing(_agents(settings)))
         watch.store, watch.shared_store = agents.use, agents.shared_use
         agents.start_upkeep()
@@ -111,13 +111,13 @@ def _run(settings: "WorkerSettings") -> None:
         worker.run()
     log.info("stopped")
     if worker.is_still_loading():
-        # All is closed. Python's own exit would wait for a download, and MLX aborts a process that ends under it.
+        # All is closed. Python's own exit would wait for a download, and MLX aborts a process that exits while it runs.
         logging.shutdown()
         os._exit(0)
 
 
 def _embedded_redis(settings: "WorkerSettings", cleanup: ExitStack) -> str:
-    """The URL of a server of our own, which ends with `cleanup`."""
+    """Start the worker's own server, which `cleanup` stops; returns its URL."""
     from stoker_worker.embedded_redis import EmbeddedServer
 
     server = EmbeddedServer(settings.store_folder / "redis", first_port=6379)
@@ -131,7 +131,7 @@ def _embedded_redis(settings: "WorkerSettings", cleanup: ExitStack) -> str:
 
 
 def _agents(settings: "WorkerSettings") -> "AgentCacheStore":
-    """The store, opened, and with the shared one behind it if there is one. Raises `StoreUnusable`."""
+    """Open the store, with the shared one behind it if there is one. Raises `StoreUnusable`."""
     from stoker_worker.memory.ram_cache import default_memory_bytes
     from stoker_worker.memory.replica.bucket import Bucket
     from stoker_worker.memory.store import AgentCacheStore
@@ -155,8 +155,8 @@ def _agents(settings: "WorkerSettings") -> "AgentCacheStore":
 
 
 def _meet_shared_store(settings: "WorkerSettings", store: "AgentCacheStore") -> None:
-    """Waits for a shared store that has never answered: until it is known which one it is, nobody knows who may serve
-    the queue. Raises `StoreUnusable`."""
+    """Wait for a shared store that has never answered: only its id shows which workers may serve a queue together.
+    Raises `StoreUnusable`."""
     from stoker_worker.memory.database import read_note
     from stoker_worker.memory.replica.bucket import BucketAway
 
@@ -179,7 +179,7 @@ def _meet_shared_store(settings: "WorkerSettings", store: "AgentCacheStore") -> 
 
 
 def _own_store(settings: "WorkerSettings", agents: "AgentCacheStore") -> "OwnStore":
-    """As the queue knows it. Raises `OSError`, `Damaged`."""
+    """The store's facts for the queue. Raises `OSError`, `Damaged`."""
     from stoker_worker.memory.locks import store_name
     from stoker_worker.memory.transcripts import has_agents
     from stoker_worker.queue.lease import OwnStore
@@ -199,7 +199,7 @@ def _serve_metrics(settings: "WorkerSettings", watch: "Watch", cleanup: ExitStac
 
 
 def _provider(settings: "WorkerSettings") -> "MlxProvider | ScriptedProvider":
-    """The model provider, chosen and checked before anything is opened: a worker without a model takes no lease."""
+    """Choose and check the model provider, before anything is opened: a worker without a model must take no lease."""
     if settings.engine == "scripted":
         from stoker_worker.engine.scripted import ScriptedProvider
 

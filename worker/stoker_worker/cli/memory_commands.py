@@ -1,8 +1,8 @@
-"""`stoker-worker memory`: the commands that look at, change, carry and rescue agents' memory. Options and output only.
+"""`stoker-worker memory`: the commands for agents' memory. Options and output only.
 
 With ``--json``, stdout is exactly one JSON value, also for an error: ``{"error": {"type": …, "message": …}}``. (A list
-of agents is printed while it is read: an error in its midst cuts it off.) Exit codes: 0 done, 1 failed or `verify`
-found a problem, 2 wrong usage.
+of agents is printed while it is read, so an error can cut it off.) Exit codes: 0 done, 1 failed or problems found
+(`verify`, `backup`, `share`), 2 wrong usage.
 """
 
 import functools
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 _PAGE: Final = 50
 _MOST_NAMED: Final = 50
 _TELL_S: Final = 2.0
-"""Between two lines about how far a command has come."""
+"""Pause between two lines about the progress of a command."""
 
 
 def command(run: Callable[..., None]) -> click.Command:
-    """A command with the two common options and the handling of errors."""
+    """Make a command, with the two common options and the handling of errors."""
 
     @functools.wraps(run)
     def reporting(as_json: bool, store: Path, **options: Any) -> None:
@@ -323,7 +323,7 @@ def rm(store: Path, as_json: bool, agent: str | None, *, session: str | None, ye
 
 
 def _rm_session(store: Path, as_json: bool, session: str) -> None:
-    """A session has no conversation to lose, so nobody is asked."""
+    """Remove a session without asking, because it has no conversation to lose."""
     from stoker_worker.memory.sessions import remove_session
     from stoker_worker.memory.store_parts import opened
 

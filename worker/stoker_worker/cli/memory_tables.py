@@ -1,4 +1,4 @@
-"""Prints the tables of the `memory` commands. A model may have written what is in them."""
+"""Prints the tables of the `memory` commands, made printable: a model may have written the values."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # a list of agents needs none of what these load
 
 
 def print_list(agents: Iterable[Sequence[Mapping[str, Any]]], *, of: Literal["agent", "session"]) -> int:
-    """Print one line for each agent or conversation, some at a time; returns how many."""
+    """Print one line for each agent or conversation, a page at a time; returns how many."""
     lines: list[Sequence[object]] = [
         [of.upper(), "VERSION", "TURNS", "TOKENS", "CACHED", "SIZE", "TRANSCRIPT", "PIECES", "BLOCKS", "USED", "STATE"]
     ]
@@ -40,7 +40,7 @@ def print_list(agents: Iterable[Sequence[Mapping[str, Any]]], *, of: Literal["ag
 
 
 def print_agent(agent: "AgentSummary") -> None:
-    """Print everything about one agent, a line for each fact."""
+    """Print the facts about one agent, one on each line."""
     length = f"{agent.text_chars} chars" if agent.messages is None else f"{agent.messages} messages"
     facts = {
         "agent": agent.agent_id,
@@ -60,7 +60,6 @@ def print_agent(agent: "AgentSummary") -> None:
 
 
 def print_versions(versions: Sequence["VersionSummary"]) -> None:
-    """Print one line for each version."""
     titles = ("VERSION", "JOB", "BY", "ENDED", "FINISH", "TOKENS", "NEW", "CACHED", "SAVED", "ROLLBACK")
     rows = [
         (
@@ -81,7 +80,6 @@ def print_versions(versions: Sequence["VersionSummary"]) -> None:
 
 
 def print_conversation(transcript: "Transcript | None") -> None:
-    """Print the messages or the text, if they can be read."""
     if transcript is None:
         click.echo("(it cannot be read)")
         return
@@ -103,7 +101,7 @@ def _time(iso: str | None) -> str | None:
 
 
 def _print_lines(lines: Sequence[Sequence[object]], at_least: Sequence[int]) -> list[int]:
-    """Plain columns, because tens of thousands of rows have to be quick. Returns the widths of the columns."""
+    """Print plain columns, because tens of thousands of rows must be quick; returns their widths."""
     cells = [[_cell(value) for value in line] for line in lines]
     columns = zip(at_least, zip(*cells, strict=True), strict=True)
     widths = [max(width, *map(cell_len, column)) for width, column in columns]

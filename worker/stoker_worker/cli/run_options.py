@@ -1,4 +1,4 @@
-"""The options of `stoker-worker run`, which `config` has too: made of the settings, and read into them."""
+"""The options of `stoker-worker run` and `config`: made from the settings, and read into them."""
 
 from functools import cache
 from pathlib import Path
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class SettingsCommand(LaidOutCommand):
-    """A command whose options are the settings. They are made when they are asked for: the settings' module loads what
-    other commands do not need."""
+    """A command whose options are the settings. They are made on demand, because the settings' module loads packages
+    that other commands do not need."""
 
     def get_params(self, context: click.Context) -> list[click.Parameter]:
         with errors_in_one_line():
@@ -76,11 +76,7 @@ def _type_of(field: "FieldInfo") -> Any:
 
 
 def settings_from(options: dict[str, Any]) -> "WorkerSettings":
-    """As `settings_of`, for a worker that is to be started.
-
-    Raises:
-        click.UsageError: as `settings_of`; or there is no model.
-    """
+    """As `settings_of`, for a worker that is to be started. Raises `click.UsageError` also if there is no model."""
     settings, _ = settings_of(options)
     if settings.model is None and settings.engine == "mlx":
         raise click.UsageError("--model is missing (or --engine scripted); `stoker-worker config` shows what is set")
@@ -88,11 +84,7 @@ def settings_from(options: dict[str, Any]) -> "WorkerSettings":
 
 
 def settings_of(options: dict[str, Any]) -> "tuple[WorkerSettings, Mapping[str, str]]":
-    """As `settings_in_force`, of the options of `run` by parameter name.
-
-    Raises:
-        click.UsageError: one is not valid, a ``STOKER_*`` variable or a name in the file is unknown.
-    """
+    """As `settings_in_force`, from the options of `run` by parameter name; its errors become `click.UsageError`."""
     from stoker_worker.settings import settings_in_force
 
     try:
