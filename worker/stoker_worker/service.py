@@ -113,7 +113,7 @@ _MARGIN_S: Final = 10.0
 
 
 class Launchd:
-    """Talks to the launchd of the user's login session, `launchctl ... gui/UID`. Each call raises `ServiceRefused`."""
+    """Talks to the launchd of the user's session, `launchctl ... gui/UID`, which may refuse with `ServiceRefused`."""
 
     def __init__(self, library: Path, uid: int) -> None:
         """`library`: the user's ``~/Library``."""
@@ -240,7 +240,7 @@ _SYSTEMCTL: Final = ("systemctl", "--user")
 
 
 class Systemd:
-    """Talks to the user's own manager, `systemctl --user`. The calls are those of `Launchd`."""
+    """Talks to the user's own manager, `systemctl --user`. The methods are those of `Launchd`."""
 
     def __init__(self, units: Path) -> None:
         """`units`: folder of the units, ``~/.config/systemd/user``."""

@@ -34,7 +34,7 @@ _TOKENS_WINDOW_S: Final = 10.0
 _JOBS_WINDOW_S: Final = 300.0
 """Long enough for jobs of a minute each to have a rate."""
 _DATA_LOSS_SHOWN_S: Final = 86_400.0
-"""So that an operator sees it the next morning too."""
+"""A day, so that an operator sees it the next morning too."""
 _LINE_EVERY_S: Final = 60.0
 
 # Without this, each counter has a second series with the time of its first sample.

@@ -120,7 +120,7 @@ def _used_ids(prompt: Prompt) -> set[str]:
 
 
 def _reasoning_tokens(completion: CompletedGeneration, form: AnswerFormat, *, is_open: bool, has_calls: bool) -> int:
-    """The tokens between the markers' token ids."""
+    """How many generated tokens are between the token ids of the thinking markers."""
     if not form.think_start_ids:
         return 0
     ids = completion.generated_ids[: completion.kept - (completion.ended_by == "eos")]

@@ -102,8 +102,8 @@ class Choices:
 log = logging.getLogger(__name__)
 
 _GATHER_S: Final = 0.5
-"""How long a loaded job waits for jobs that the loader is still working on. Whenever sequences join a batch, mlx-lm
-copies the caches of all that are in it: eight that join together cost an eighth (EXP-014)."""
+"""How long a loaded job waits for jobs that the loader is still working on. To join together is cheaper: a join may
+copy the arrays that it shares, those of a row group, or of the whole batch where mlx-lm batches."""
 
 
 class EngineThread(threading.Thread):
@@ -116,14 +116,8 @@ class EngineThread(threading.Thread):
         finisher: Finisher,
         metrics: MetricsPort = NOT_COUNTED,
     ) -> None:
-        """
-        Args:
-            loaded: set to the model, or to the error of loading it.
-
-        Attributes:
-            error: set when the engine broke, before its jobs are handed over.
-            kv: the engine's, once the model is loaded.
-        """
+        """`loaded`: set to the model, or to the error of loading it. `error`: set when the engine broke, before its
+        jobs are handed over. `kv`: the engine's, once the model is loaded."""
         super().__init__(name="engine", daemon=True)
         self._provider = provider
         self._loaded = loaded

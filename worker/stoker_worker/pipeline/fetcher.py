@@ -222,6 +222,5 @@ class Fetcher(threading.Thread):
 
 
 def busy_beside(in_flight: Collection[ClaimedJob]) -> Busy:
-    """The agents in use. While a job writes an agent's memory, no other job may use it: it needs the memory after that
-    write."""
+    """The agents in use. While a job writes an agent's memory, other jobs of the agent wait for the result of that."""
     return Busy().beside(job.memory_use for job in in_flight)

@@ -78,12 +78,7 @@ class Finisher:
         outage: Outage | None = None,
         retry_s: float = 0.5,
     ) -> None:
-        """
-        Args:
-            loaded: the model; set before the first job is put.
-            outage: told when Redis is away.
-            retry_s: pause between two tries while Redis is away.
-        """
+        """`loaded`: the model, set before the first job is put. `retry_s`: pause between two tries without Redis."""
         names = (f"finisher-{n}" for n in range(1, _THREADS + 1))
         self.threads = [threading.Thread(target=self._run, name=name, daemon=True) for name in names]
         self._leaving = itertools.count(1)
@@ -293,10 +288,9 @@ class Finisher:
             log.info("job %s: its blocks are not saved: %s: %s", job.job_id, type(error).__name__, error)
 
     def _begin_save(self, job: Job) -> None:
-        """Refuse to cancel the job from here on. If Redis is away and is not waited for any more, the turn is saved all
-        the same: the next worker answers its delivery from the agent's history, and no other worker can make the same
-        version, because this process has the store locked and a shared store takes one of each number
-        (docs/adr/0058-a-stop-while-redis-is-away.md)."""
+        """Refuse to cancel the job from here on. If Redis is away and not waited for any more, the turn is saved all
+        the same, and answered from the history later. No other worker can make the same version: this process has the
+        store locked, and a shared store takes one of each number (docs/adr/0058-a-stop-while-redis-is-away.md)."""
         with suppress(RedisUnavailable):
             self._once_redis_answers(job.claimed.begin_save)
 
@@ -394,8 +388,7 @@ class Finisher:
                 log.exception("job %s could not be given back; recovery takes it up", job.job_id)
 
     def _give_back_all(self) -> None:
-        """Give back the jobs that a stop cut short, as if never claimed, and those of a broken engine, as an
-        attempt."""
+        """Give back jobs that a stop cut short, as if never claimed, and those of a broken engine, as an attempt."""
         jobs = sorted(self._to_give_back, key=lambda entry: entry[0].claimed.claim_number, reverse=True)
         alone = sum(how.counts_as_attempt for _, how in jobs) == 1  # in the engine, when it broke
         given_back = 0

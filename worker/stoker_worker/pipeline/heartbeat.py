@@ -18,12 +18,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Away:
-    """The outages. Replaced as a whole, because other threads read it.
-
-    Attributes:
-        before_s: the duration of those that are over.
-        since: `time.monotonic()` at which the present one began; ``None``: there is none.
-    """
+    """The outages; replaced as a whole, because other threads read it. `before_s`: the duration of those that are over.
+    `since`: `time.monotonic()` at which the present one began; ``None``: there is none."""
 
     before_s: float = 0.0
     since: float | None = None

@@ -117,12 +117,8 @@ class Loader(threading.Thread):
         return self._prepare(job, model, tokenizer, unreadable)
 
     def _look(self, job: Job, last: LastVersion | None) -> tuple[AgentVersion | None, bool]:
-        """Bring in what other workers have written of the job's agent.
-
-        Returns:
-            the version that a `full` job may replace, if the newest one is unreadable; and whether the agent is
-            certainly at its newest version here.
-        """
+        """Bring in what other workers have written of the job's agent. Returns the version that a `full` job may
+        replace, if the newest one is unreadable; and whether the agent is certainly at its newest version here."""
         request = job.request
         if request.agent_id is None or request.cache == "off":
             return None, True

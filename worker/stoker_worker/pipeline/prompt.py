@@ -49,12 +49,8 @@ class Rendering:
         )
 
     def rest(self, rendered: str, whole: tuple[Message, ...], n_new: int, *, after: str) -> str | None:
-        """The part of `rendered` behind `after`; ``None``: the template has rewritten `after`.
-
-        Args:
-            rendered: the text of the conversation `whole`.
-            after: the plain text of all but the last `n_new` messages.
-        """
+        """The part of `rendered`, the text of the conversation `whole`, behind `after`, the plain text of all but the
+        last `n_new` messages; ``None``: the template has rewritten `after`."""
         rest = self._tokenizer.rest_of(rendered, after=after)
         return self._rest_as_generated(rendered, whole, n_new, after) if rest is None else rest
 
@@ -168,8 +164,7 @@ def reusable_ids(request: GenerationRequest, prompt: Prompt) -> tuple[int, ...]:
 
 
 class SystemPrompts:
-    """Counts the tokens of prompts that are system prompt and tools. Remembers the last system prompts, because many
-    agents have the same. One thread."""
+    """Counts a prompt's tokens of system prompt and tools. Remembers the last, as agents share them. One thread."""
 
     def __init__(self) -> None:
         self._ids: OrderedDict[str, tuple[int, ...]] = OrderedDict()

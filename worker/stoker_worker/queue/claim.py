@@ -271,7 +271,7 @@ class Claimer:
         return run
 
     def _last(self, use: MemoryUse, maker: str, number: int) -> LastVersion | None:
-        """A job that only reads holds off no writer, so its worker may not know the newest version."""
+        """As `ClaimedJob.last`. Never `is_here` for a job that only reads, because it holds off no writer."""
         if not maker:
             return None
         is_here = maker == self._placement.worker_name and use.access == "write"

@@ -164,7 +164,7 @@ def as_redis_unavailable() -> Iterator[None]:
 
 
 def hang_up(pool: ConnectionPool) -> None:
-    """Make each call under way fail now, as if the server had hung up, and later ones in half a second."""
+    """Make each call under way fail now, as if the server had hung up, and limit later ones to half a second."""
     in_use = tuple(pool._in_use_connections)
     shorten(pool, _HUNG_UP_S)
     for connection in in_use:
@@ -172,7 +172,7 @@ def hang_up(pool: ConnectionPool) -> None:
 
 
 def shut_down(connection: Connection) -> None:
-    """Make the call that waits for a reply on this connection fail now, and the next one in half a second.
+    """Make the call that waits for a reply on this connection fail now, and limit the next one to half a second.
 
     The socket is shut down, not closed: `disconnect` would close it under the thread that reads from it, and redis-py
     would then raise errors that are not its own.
@@ -185,7 +185,7 @@ def shut_down(connection: Connection) -> None:
 
 
 def shorten(pool: ConnectionPool, timeout_s: float) -> None:
-    """Make calls that begin from now on fail after `timeout_s`, or sooner."""
+    """Limit calls that begin from now on to `timeout_s`, or less."""
     timeout_s = min(timeout_s, pool.connection_kwargs["socket_timeout"])
     pool.connection_kwargs.update(socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
     pool.reset()  # a connection that was made before keeps its long time limit

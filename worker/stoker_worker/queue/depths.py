@@ -29,11 +29,7 @@ class QueueDepths:
 
     @as_redis_unavailable()
     def read(self) -> list[QueueDepth]:
-        """In the order of the queues' priority, in two round trips.
-
-        Raises:
-            RedisUnavailable: the server is away.
-        """
+        """In the order of the queues' priority; two round trips. Raises `RedisUnavailable` if the server is away."""
         with self._connection.pipeline(transaction=False) as pipeline:
             for queue in self._queues:
                 pipeline.llen(queue.key)

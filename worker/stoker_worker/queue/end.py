@@ -154,13 +154,13 @@ class JobFinish:
         self._fail_waiting = connection.register_script(lua("holds", "count", "run", "fail"))
 
     def finish(self, run: JobRun, result: Mapping[str, Any], verdict: CheckOutcome | None = None) -> None:
-        """Raises `OwnershipLost` if the run is not ours (any more), or has ended already. `verdict` is counted too."""
+        """Write the result, and count the `verdict`. Raises `OwnershipLost` if the run is not ours, or has ended."""
         ttl_s = run.job.get_result_ttl(DEFAULT_RESULT_TTL_S)
         commands = partial(self._success, run, result, verdict, ttl_s)
         self._end(run, RunEnd(commands, "finished", ttl_s if ttl_s > 0 else None), "finished")
 
     def fail(self, run: JobRun, error: Exception, *, partial_text: str | None = None, may_retry: bool = True) -> None:
-        """Raises `OwnershipLost` as `finish` does, and `RedisUnavailable` if the failure could not be written."""
+        """Write the failure. Raises `OwnershipLost` as `finish` does, `RedisUnavailable` if it could not be written."""
         rq_job = run.job
         if isinstance(error, RequestError) or not may_retry:
             rq_job.retries_left = 0  # the same request fails the same way

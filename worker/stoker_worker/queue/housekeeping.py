@@ -41,7 +41,7 @@ _GROUPS_EVERY_S: Final = 600  # as RQ's own workers
 
 
 class Scheduler:
-    """Does for one worker's queues, without a process, the work of the scheduler of `rq worker --with-scheduler`.
+    """Does the work of `rq worker --with-scheduler` for the queues of one worker, without the forked process.
 
     Owns RQ's scheduler locks on these queues; a queue whose lock another scheduler holds is left to that one. RQ's own
     scheduler reads the due jobs and enqueues them later: if it sleeps in between, it enqueues jobs twice, or canceled
