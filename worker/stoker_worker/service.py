@@ -147,7 +147,7 @@ class Launchd:
         """Write the file and start the service; restart it if it runs with another file."""
         self._require()
         path, is_loaded = self.path(unit.name), self._is_loaded(unit.name)
-        self._logs.mkdir(parents=True, exist_ok=True)  # launchd would make it as root
+        self._logs.mkdir(parents=True, exist_ok=True)  # else launchd makes it, as root
         stop_timeout_s = self._stop_timeout_s(unit.name)
         changed = _write_if_other(path, self.text(unit))
         say(f"{'wrote' if changed else 'unchanged:'} {path}")

@@ -44,7 +44,7 @@ def command(run: Callable[..., None]) -> click.Command:
             raise click.UsageError(str(error)) from None
         try:
             run(store=store.expanduser(), as_json=as_json, **options)
-        except BrokenPipeError:  # as of `head`; click ends quietly
+        except BrokenPipeError:  # the reader, such as `head`, has ended; click ends quietly
             raise
         except (StokerError, OSError, ModuleNotFoundError) as error:
             message = MISSING.format(error.name) if isinstance(error, ModuleNotFoundError) else str(error)

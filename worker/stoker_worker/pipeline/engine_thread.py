@@ -41,7 +41,7 @@ def works_of(job: Job) -> Iterable[GenerationWork]:
         return
     shares = job.shares or ("job", str(job.claimed.claim_number))
     for number in range(request.n):
-        # Choice i then is the answer of a separate job with this seed.
+        # So choice i equals the answer of a job of its own with this seed.
         seed = None if request.seed is None else request.seed + number
         if number == 0:
             own = request.model_copy(update={"seed": seed})
@@ -290,12 +290,12 @@ class EngineThread(threading.Thread):
         for uid in left:
             if (completion := engine.cancel(uid)) is not None:
                 choices.end(completion)
-        for uid in left:  # only now: an engine that breaks here leaves no job behind
+        for uid in left:  # only now: if the engine breaks above, the job is still known here
             self._running.pop(uid, None)
         self._finisher.put(choices.job, choices.outcome())
 
     def _leave(self) -> None:
         try:
             self._provider.leave_thread()
-        except Exception:  # MLX itself may be what cannot be imported
+        except Exception:  # perhaps MLX itself could not be imported
             log.debug("the engine thread could not be tidied", exc_info=True)

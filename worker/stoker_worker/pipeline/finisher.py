@@ -159,7 +159,7 @@ class Finisher:
                 job.claimed.drop()
             except Exception as failure:  # what is left of it expires by itself, or is recovered
                 log.warning("job %s: nothing could be cleaned up (%s)", job.job_id, type(failure).__name__)
-        except RedisUnavailable as error:  # only once abandoned: a stop fails nothing
+        except RedisUnavailable as error:  # only after `abandon`: a stop fails no job
             log.warning("job %s is left to recovery: %s", job.job_id, error)
         except Exception as error:
             log.exception("job %s could not be ended as it should", job.job_id)
@@ -300,9 +300,9 @@ class Finisher:
         try:
             result = self._carry_out(request, claimed)
         except (SharedStoreAway, VersionTaken) as error:
-            self._run_again(job, error)  # nothing is computed anew
+            self._run_again(job, error)  # without waiting: nothing has to be computed anew
             return
-        except Exception as error:  # whatever a damaged file does, it does to one job
+        except Exception as error:  # a damaged file fails one job only
             self._fail(job, error)
             return
         self._once_redis_answers(partial(claimed.finish, result))
@@ -399,7 +399,7 @@ class Finisher:
                 ):
                     given_back += 1
                     log_job("given back", job.job_id)
-            except RedisUnavailable as error:  # only once abandoned: no use in asking for each
+            except RedisUnavailable as error:  # only after `abandon`: the others would fail too
                 log.warning("%s", error)
                 break
             except Exception:

@@ -196,7 +196,7 @@ class Claimer:
     def look_around(self, ready: Container[str]) -> None:
         """Take back the lines that need not wait any more. `ready`: the other members to which lines may be left."""
         lines, now, back = self.waiting.lines, self._clock(), []
-        if len(self._passed_at) > _MOST_PASSED + len(self.waiting):  # kept for long: a job that goes back has waited
+        if len(self._passed_at) > _MOST_PASSED + len(self.waiting):  # kept: a job that goes back has waited already
             self._passed_at = {job_id: at for job_id, at in self._passed_at.items() if job_id in self.waiting}
         for agent_id, why in lines.aside.items():
             head = lines.first_of(agent_id)

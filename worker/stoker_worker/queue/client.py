@@ -141,7 +141,7 @@ def without_password(error: Exception, connection: Redis) -> str:
 
 def _warn_if_forgetful(connection: Redis, shown: str) -> None:
     try:
-        # Not by CONFIG, which needs a right to read it, passwords and all.
+        # Not by CONFIG GET: the right to use it includes reading passwords.
         persistence, memory = connection.info("persistence"), connection.info("memory")
     except RedisError:  # it went away just now; this is only advice
         return

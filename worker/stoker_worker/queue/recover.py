@@ -124,7 +124,7 @@ class Recoverer:
     def _executions(self, queue: str) -> list[Execution]:
         key = StartedJobRegistry(queue, connection=self._connection).key
         entries = cast(list[bytes], self._connection.zrange(key, 0, -1))
-        # Members of another form are not RQ's.
+        # Entries of another form are not RQ's.
         members = [member.decode() for member in entries if _ENTRY.fullmatch(member)]
         executions = [Execution.from_composite_key(member, connection=self._connection) for member in members]
         with self._connection.pipeline(transaction=False) as pipeline:

@@ -179,7 +179,7 @@ class RqRegistration(BaseWorker):
     def _pubsub_exception_handler(self, exc: Exception, pubsub: Any, pubsub_thread: Any) -> None:
         """RQ's own handler lets every error but a lost connection end the thread, and with it all commands."""
         if self._is_unsubscribing.is_set():
-            pubsub_thread.stop()  # again: a thread that had not begun yet has overwritten the first one
+            pubsub_thread.stop()  # again: the thread has overwritten a stop that came before it began
             return
         log.debug("no commands for a moment: %s", type(exc).__name__)  # the log has the outage from other threads
         self._is_unsubscribing.wait(1.0)

@@ -195,7 +195,7 @@ class PassedOver:
         now = self._clock()
         for job_id in job_ids:
             self._first.setdefault(job_id, (n_given, now))
-        while len(self._first) > _MOST_KEPT:  # the first of them left the queue while it was read anew
+        while len(self._first) > _MOST_KEPT:  # the oldest ones are of jobs that left while the queue was read anew
             del self._first[next(iter(self._first))]
 
     def forget(self, job_id: str) -> None:
@@ -323,7 +323,7 @@ class FairQueue:
         """
         end = self._end()
         chosen: list[Waiting] = []
-        followers: list[Waiting] = []  # of chosen readers, in their lines; in queue order
+        followers: list[Waiting] = []  # the jobs behind chosen readers in their lines, in queue order
 
         def may_run(job: Waiting) -> bool:
             return not (job.quarantined or job.job_id in busy.job_ids or job in chosen or busy.bars(job.use))
