@@ -1,8 +1,8 @@
--- Part of each script that moves a job of an agent. `keys` are the `held` hashes of a worker's queues.
+-- Part of the claim script and of sweep.lua. `keys` are the `held` hashes of a worker's queues.
 --
 -- An entry of `held` is a JSON list: `w` (one job, which writes) or `r` (jobs that read), then for each job its queue,
--- the member that claimed it, and its id. Only jobs that are still in flight count, so nobody has to remove an entry
--- after a crash, a cancel or a recovery.
+-- the member that claimed it, and its id. Only jobs that are still in flight count, so no entry has to be removed after
+-- a crash, a cancel or a recovery.
 
 local function held_in(key, agent)
   local is_json, found = pcall(cjson.decode, redis.call('HGET', key, agent) or '')
@@ -31,8 +31,8 @@ local function is_before(queue, first, second)
   return at and (at == 0 or not redis.call('LPOS', list, second, 'MAXLEN', at))
 end
 
--- Returns `held`: a job of the agent is in flight, beside which this one may not run. `stale`: a job of the agent that
--- was in flight is back in front of this one, and the caller has not seen it yet.
+-- Returns `held` if a job of the agent is in flight beside which this one may not run; `stale` if a job of the agent
+-- was put back in front of this one, and the caller has not seen it yet; else nothing.
 local function bar(keys, queue, agent, mode, id)
   for _, key in ipairs(keys) do
     local held_as, jobs = held_in(key, agent)

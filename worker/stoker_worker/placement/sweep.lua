@@ -1,5 +1,5 @@
--- KEYS: `held` and `last` of a queue. ARGV: most entries of `last`. Of a thousand entries of `held`, removes those of which
--- no job is in flight or waits, and from a `last` that is too long any.
+-- After placement.lua. Of a thousand random entries of `held`, removes those whose jobs are over; from a `last` that is
+-- too long, removes random entries. KEYS: `held` and `last` of a queue. ARGV: the most entries of `last`.
 for _, agent in ipairs(redis.call('HRANDFIELD', KEYS[1], 1000)) do
   local _, jobs = held_in(KEYS[1], agent)
   local is_over = true

@@ -1,5 +1,5 @@
--- A run that is gone is not brought back: an execution's id is never used again. The job's own keys may have any type;
--- an error would keep the runs behind this one without a heartbeat.
+-- The heartbeat of a run. One that is gone is not brought back. The job's own keys may have any type: errors are
+-- ignored, because they would keep the runs behind this one without a heartbeat.
 local job, execution, wip, of_job, of_worker = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local id, member, ttl, now = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 if redis.call('EXISTS', execution) == 0 then return 0 end

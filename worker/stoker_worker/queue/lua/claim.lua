@@ -1,17 +1,17 @@
 -- After placement.lua and fields.lua. Claims jobs and starts them: RQ's `dequeue`, `prepare_execution` and
--- `prepare_job_execution` in one step. A job waits or is started, never between.
+-- `prepare_job_execution` in one step, so that a job either waits or is started.
 --
--- KEYS: the queue, this member's lease, the operator's suspension. ARGV: what stays the same, as `Claimer` gives it; the
--- lease's value; how many to claim at most; the time as RQ writes it, in seconds, and as executions have it. Then for
--- each id the end from which it is looked for (walking past 50,000 others takes the server a millisecond), the id, its
--- use (empty for a job without an agent, else `w` or `r`, `1` if this worker's patience with the job is over, else `0`,
--- and the agent), and the id that its execution gets.
+-- KEYS: the queue, this member's lease, the operator's suspension. ARGV: the constant part, from `_about` in claim.py;
+-- the lease's value; how many to claim at most; the time as RQ writes it, in seconds, and as executions have it. Then
+-- for each job: the end from which LREM looks for it, 1 or -1 (50,000 ids take the server a millisecond); its id; its
+-- use (empty without an agent, else `w` or `r`, `1` if this worker's patience with the job is over, else `0`, and the
+-- agent); the id of its execution.
 --
--- For each id, until so many are claimed, the reply has four parts: the verdict, the worker that made its agent's newest
--- version, that version's number, and the job's fields. `claimed`: it is ours. `held`, `stale`: as in `placement.lua`.
--- `passed`: it is left to that worker for a while. `gone`: it is not in the queue. `over`: it is no job that waits, or
--- runs at another member; it was dropped. `elsewhere`: another member runs another delivery of it. `refused`: a key of
--- another type is in the way.
+-- For each job, until so many are claimed, the reply has four parts: the verdict, the worker that made its agent's
+-- newest version, that version's number, and the job's fields. `claimed`: it is ours. `held`, `stale`: as from `bar` in
+-- placement.lua. `passed`: it is left to that worker for a while. `gone`: it is not in the queue. `over`: no such job
+-- waits, or another member runs this delivery; the id was dropped. `elsewhere`: another member runs another delivery of
+-- it. `refused`: a key of another type is in the way.
 local queue, it, limit, written_at, now, at = KEYS[1], cjson.decode(ARGV[1]), tonumber(ARGV[3]), unpack(ARGV, 4, 6)
 local lease, suspended = unpack(redis.call('MGET', KEYS[2], KEYS[3]))
 if lease ~= ARGV[2] or suspended then return false end
@@ -47,7 +47,7 @@ local function is_canceled(job, id, f)
   return true
 end
 
--- Whether another member runs the id: this delivery, so that the id is over, or another one, which has to end first.
+-- Returns `over` if another member runs this delivery, `elsewhere` if it runs another one, which has to end first.
 local function run_by_another(id, executions, delivery)
   for _, execution in ipairs(executions) do
     local run = redis.pcall('HMGET', it.execution .. id .. ':' .. execution, 'worker_name', it.delivery)
@@ -100,7 +100,7 @@ local function start(id, from, execution_id)
   redis.call('EXPIRE', execution, it.ttl)
   redis.call('HSET', job, 'status', 'started', 'worker_name', it.worker, 'started_at', written_at,
     'last_heartbeat', written_at)
-  -- Without this field, the hash is as its producer wrote it, under an id that had no job.
+  -- A hash without these fields is as its producer wrote it: it does not expire, and its id is in no registry.
   if f.ttl or f.ended_at then redis.call('PERSIST', job) end
   for _, registry in ipairs(f.ended_at and it.registries or {}) do redis.pcall('ZREM', registry, id) end
   room = room - size

@@ -1,4 +1,4 @@
--- Counts a verdict, as `Counts.parsed` and `Counts.after`: anybody can write anything into the counts.
+-- Counts a verdict, as `Counts.parsed` and `Counts.after` do. A count that cannot be read is zero.
 local function count(counts, field, accepted, kept, most_pairs)
   local found = redis.pcall('HGET', counts, field)
   if not found and redis.call('HLEN', counts) >= tonumber(most_pairs) then return end

@@ -1,19 +1,19 @@
--- After holds.lua, count.lua, run.lua, enqueue.lua and set_free.lua. Whose a run is; and if it is ours, ends it with
--- the commands given, and enqueues the jobs that waited for this end. Every end removes the execution's hash together
--- with its entry in the registry of started jobs, so there is only one.
+-- After holds.lua, count.lua, run.lua, enqueue.lua and set_free.lua. Checks whether a run is ours, and if it is, ends
+-- it with the commands given and enqueues the jobs that waited for this end. Every end removes the execution's hash and
+-- its entry in the registry of started jobs, so there can be only one.
 --
--- KEYS, after those of `holds`: the job, the execution, those that wait for the job.
--- ARGV, after those of `holds`: the job's id, its worker, when it started; a field that is written if the run is ours,
--- or nothing; `meta` as it has to be, and how long it is at most; `finished` or `failed` if others waited for such an
--- end, or nothing; how long the set of those that wait on is kept, or nothing; the time as RQ writes it; the commands.
+-- KEYS, after those of `holds`: the job, the execution, those that wait for the job. ARGV, after those of `holds`: the
+-- job's id, its worker, when it started; a field that is written if the run is ours, or nothing; `meta` as the commands
+-- expect it, and its greatest length; `finished` or `failed` to enqueue the jobs that waited for such an end, or
+-- nothing; the lifetime of the set of those that still wait, or nothing; the time as RQ writes it; the commands.
 --
--- The reply: `ours` without commands; `ended`: by this call or by an earlier one; `lost`; `enqueued`: the hash was
--- written anew; or `meta` as it is now.
+-- The reply: `ours` without commands; `ended`: by this call or an earlier one; `lost`; `enqueued`: the job was enqueued
+-- again meanwhile; or `meta` as it is now, if it is not as expected.
 if not holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) then return 'lost' end
 local job, execution, waiting = unpack(KEYS, 3, 5)
 local id, worker, started_at, field, meta, most_bytes, ended, ttl_s, now = unpack(ARGV, 4, 12)
 local found = redis.pcall('HMGET', job, 'status', 'meta', 'created_at', 'worker_name', 'started_at')
-local status, meta_now = found[1], found[2] or '' -- of a key that is no hash: an error, without these
+local status, meta_now = found[1], found[2] or '' -- if the key is no hash, `found` is an error without these
 if redis.call('EXISTS', execution) == 0 then
   local was_ours = found[4] == worker and found[5] == started_at -- a job that was put back has no worker
   return was_ours and status ~= 'started' and status ~= 'canceled' and 'ended' or 'lost'

@@ -1,5 +1,5 @@
--- After enqueue.lua. Enqueues due jobs, for the holder of the lease and of RQ's scheduler lock; of one that is not in
--- the given state, if there is one, only the entry is removed. Returns how many left the registry.
+-- After enqueue.lua. Moves due jobs from a registry to their queue, if the caller holds the lease and RQ's scheduler
+-- lock. If a status is given, jobs of another one only leave the registry. Returns how many left it.
 if redis.call('GET', KEYS[2]) ~= ARGV[1] or redis.call('GET', KEYS[3]) ~= ARGV[2] then return 0 end
 local taken, status = 0, ARGV[5]
 for i = 6, #ARGV do

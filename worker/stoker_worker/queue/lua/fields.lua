@@ -1,6 +1,5 @@
--- The values of some fields of a hash, which can have gigabytes: in place of each value that would make the reply
--- longer than so many bytes there is its length. A hash that takes less memory than that needs no look at each field.
--- Also the memory that it takes.
+-- Returns the values of some fields of a hash, and the memory that the hash takes. It can have gigabytes: a value that
+-- would make the reply longer than `most_bytes` is replaced by its length. A smaller hash is read at once.
 local function fields_of(job, most_bytes, names)
   local size = redis.call('MEMORY', 'USAGE', job, 'SAMPLES', 0) or 0
   if size <= most_bytes then return redis.call('HMGET', job, unpack(names)), size end

@@ -1,7 +1,7 @@
--- Whether the lease is ours. A lease that ran out while Redis was away is taken up again, unless another worker has
--- held it since, or serves one of its queues: then our jobs in flight were that worker's to recover, even if it has
--- left. It is never taken up without its queues. A server that has lost its data has no number, or that of an earlier
--- holder, perhaps with that holder's lease. Called with `Lease.keys` and `Lease.args`.
+-- Returns whether the lease is ours. One that ran out while Redis was away is taken again, with its queues, unless
+-- another worker has held it since, or serves one of the queues: then our jobs in flight were that worker's to recover,
+-- even if it has left. A server that has lost its data has no fencing number, or that of an earlier holder, perhaps
+-- with that holder's lease. Called with `Lease.keys` and `Lease.args`.
 local function holds(lease, fence, mine, number, ttl_ms)
   local held = redis.call('GET', lease)
   if held == mine then return true end

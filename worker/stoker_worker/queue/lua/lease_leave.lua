@@ -1,5 +1,6 @@
--- Leaves the members. KEYS: as in lease_take.lua. ARGV: the value, the member, what it has at `SERVED_KEY`, how long
--- its number is kept, in milliseconds, and the queues. The last member that serves a queue leaves it to any other.
+-- Removes a member. KEYS: as in lease_take.lua. ARGV: the lease's value, the member, its value of `SERVED_KEY`, for how
+-- many milliseconds its fencing number is kept, and the queues. After the last member of a queue, any other may serve
+-- it.
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 redis.call('HDEL', KEYS[3], ARGV[2])
 redis.call('HDEL', KEYS[4], ARGV[2])

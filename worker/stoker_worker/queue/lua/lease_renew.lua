@@ -1,8 +1,7 @@
--- After holds.lua. KEYS: as in lease_take.lua. ARGV, after those of `holds`: the member, its record, and what
--- `SERVED_KEY` and, unless it is empty, `STORE_KEY` get. If another member has begun to serve one of the queues, while
--- this one slept or after Redis had lost its data, this one is deposed: it may end none of its jobs any more. The
--- reply: how often the lease was renewed; 0: another worker has it; or as in lease_take.lua if a queue is served by
--- others.
+-- After holds.lua. KEYS: as in lease_take.lua. ARGV, after those of `holds`: the member, its record, and the values for
+-- `SERVED_KEY` and, unless it is empty, for `STORE_KEY`. If workers that this one may not join serve one of its queues,
+-- because it slept or Redis lost its data, this one is deposed: it may end none of its jobs any more. The reply: how
+-- often the lease was renewed; 0: another worker has it; or `served` as in lease_take.lua.
 local first, share, kept = 5, ARGV[6], ARGV[7]
 for i = first, #KEYS, 2 do
   local found = redis.call('GET', KEYS[i])

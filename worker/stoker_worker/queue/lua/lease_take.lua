@@ -1,13 +1,13 @@
 -- Takes a member's lease, and the queues of its worker. KEYS: lease, fence, members, how often each member renewed its
 -- lease; then, unless the lease is taken to put a dead member's jobs back, for each queue `SERVED_KEY` and `STORE_KEY`.
 --
--- ARGV: the lifetime, the member, its description, what `SERVED_KEY` and `STORE_KEY` get; whether `STORE_KEY` is looked
--- at first, whether it is written, and what may be in the way, because its workers are certainly gone, or this store may
--- follow that one.
+-- ARGV: the lifetime in milliseconds, the member, its description, the values for `SERVED_KEY` and `STORE_KEY`; whether
+-- `STORE_KEY` is checked first, whether it is written, and the values that are no obstacle, because their workers are
+-- certainly gone, or because this store may replace that one.
 --
--- The reply: `taken`, the lease's value, its number, what was known of the member before. Or what is in the way, its
--- value, for how many milliseconds, and at which queue: `held`, the lease; `served`, who serves a queue; `kept`, its
--- store.
+-- The reply: `taken`, the lease's value, its fencing number, the member's record before. Or the obstacle, its value,
+-- for how many milliseconds, and the index of the queue: `held`: the lease; `served`: a `SERVED_KEY`; `kept`: a
+-- `STORE_KEY`.
 --
 -- Like each script of the lease, it compares what is stored with what the caller expects, so that no step acts on an
 -- old reading. A worker that is refused gets no number: that would depose the holder. A member that joins is in the set

@@ -1,9 +1,10 @@
--- After read.lua. KEYS: queue, taken ids, counts, the operator's suspension. ARGV, after those of `read`: page, most new
--- ids at the front, the `taken` that was seen (nothing: nobody else takes any), how many new jobs are read at most,
--- number of known first ids, those (the first one first), known last ids (the last one first). Somebody else may have
--- taken a known id away; the next known one serves as well. The reply: length, which of the first ids it goes on from
--- (0: none, so the queue has to be read anew), the ids before that one, the ids behind the last one, the ids that were
--- taken since, how many were ever taken, whether the workers are suspended, and what was read of the first new ids.
+-- After read.lua. KEYS: queue, taken ids, counts, the operator's suspension. ARGV, after those of `read`: page; the
+-- most new ids at the front; the number of taken ids at the last look (empty if no other worker takes any); how many
+-- new jobs are read at most; the number of known first ids; these ids, the first one first; known last ids, the last
+-- one first. Another worker may have taken a known id: then the next known one serves. The reply: the length; the index
+-- of the known first id that was found (0: none, so the queue has to be read anew); the ids before that one; the ids
+-- behind the last known one; the ids taken since the last look; how many were ever taken; whether workers are
+-- suspended; and what was read of the first new ids.
 local queue, page, firsts = KEYS[1], tonumber(ARGV[6]), tonumber(ARGV[10])
 local n_taken, is_taken = 0, {}
 if ARGV[8] ~= '' then n_taken = tonumber(redis.call('HGET', KEYS[3], 'taken') or '0') end

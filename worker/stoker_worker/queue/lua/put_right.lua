@@ -1,4 +1,5 @@
--- After holds.lua and delivery.lua. The job's hash shows it as running again, and its id is in no queue.
+-- After holds.lua and delivery.lua. After a running job was enqueued again: shows it as started in its hash, and takes
+-- its id out of the queues.
 if not holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) then return 0 end
 local job, job_id = KEYS[3], ARGV[5]
 if redis.call('EXISTS', KEYS[4]) == 0 or redis.call('HGET', job, 'status') ~= 'queued' then return 0 end

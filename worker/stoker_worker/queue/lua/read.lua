@@ -1,7 +1,7 @@
--- For each job its producer's note of how it uses memory, or its whole data where there is no such note of this
--- `created_at`; no more jobs once that data is over so many bytes. And which of them are quarantined. A key that is no
--- hash is one unreadable job, not a failure of the script. ARGV: the prefix of jobs' keys, names of two fields, those
--- bytes, and the most bytes of one job.
+-- Returns, for each job, its producer's note of how it uses memory, or its whole data if there is no such note of this
+-- `created_at`, and ends early once there is too much data; then which jobs are given by their data, and which are
+-- quarantined. A key that is no hash is one unreadable job, not a failure of the script. ARGV: the prefix of jobs'
+-- keys, the names of two fields, the most bytes of all data, and of one job's.
 local function read(ids)
   local notes, with_data, quarantined, room = {}, {}, {}, tonumber(ARGV[4])
   for n, id in ipairs(ids) do

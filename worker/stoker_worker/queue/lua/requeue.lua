@@ -1,8 +1,7 @@
--- After delivery.lua. Puts a job back at the front of its queue. A worker that lost its lease writes nothing: its jobs
--- are the new holder's to put back. Nothing is written either unless the id is still in the list in which RQ's dequeue
--- has left it, or in the registry of started jobs. So the script may run twice, or after somebody else finished,
--- canceled or deleted the job, and changes nothing then. From the third on, every loss counts as a loss alone, because a
--- quarantined job runs alone.
+-- After delivery.lua. Puts a job back at the front of its queue. A worker that lost its lease writes nothing: the new
+-- holder puts its jobs back. Nothing is written either if the id is neither in the list in which RQ's dequeue has left
+-- it, nor in the registry of started jobs: so the script may run twice, or after the job was finished, canceled or
+-- deleted. From the third on, every loss counts as a loss alone, because a quarantined job runs alone.
 if redis.call('GET', KEYS[8]) ~= ARGV[5] then return 'ended' end
 local queue, left_in, job, execution, wip, of_job, of_worker = unpack(KEYS, 1, 7)
 local job_id, member, execution_id, origin = unpack(ARGV, 1, 4)
@@ -28,7 +27,7 @@ if started and status == 'queued' then -- its id was enqueued again while it ran
   end
 end
 local function count(field)
-  local before = string.match(redis.call('HGET', job, field) or '', '^%d+$') -- else anybody's: minus a million
+  local before = string.match(redis.call('HGET', job, field) or '', '^%d+$') -- anybody can write it: minus a million
   local n = ((before and #before < 10 and tonumber(before)) or 0) + 1
   redis.call('HSET', job, field, n)
   return n

@@ -1,5 +1,5 @@
--- After count.lua. Carries out commands: for each, how many words it has, and these. The first one may be refused,
--- because of what a key holds, and then nothing has changed. Later ones are as in a transaction.
+-- After count.lua. Carries out commands, each given as its number of words, and these. If the first one is refused,
+-- because of the type of a key, nothing has changed. Errors of later ones are ignored, as in a transaction.
 local function run(words, at)
   local call = redis.call
   while at <= #words do

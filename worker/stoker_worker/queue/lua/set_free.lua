@@ -1,6 +1,5 @@
--- After enqueue.lua. Enqueues those of the jobs that waited for this one which may run now. `ended`: how it ended,
--- `finished` or `failed`. As for RQ, a dependency that is not there any more is no obstacle. Anybody may write anything
--- into the keys of a job: one that cannot be read stays deferred.
+-- After enqueue.lua. Enqueues the jobs that waited for `parent` and may run now. `ended`: `finished` or `failed`. As
+-- for RQ, a dependency that is not there any more is no obstacle. A job whose keys cannot be read stays deferred.
 local function is_met(id, parent, ended, f)
   local may_fail = f[3] == '1'
   if ended == 'failed' and not may_fail then return false end
