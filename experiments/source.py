@@ -2,6 +2,7 @@
 changed since. It asks git."""
 
 import ast
+import re
 import subprocess
 
 from common import HERE, Json
@@ -51,6 +52,8 @@ def _is_text(line: ast.AST) -> bool:
 
 def _code(commit: str | None, path: str) -> str | None:
     text = _git("show", f"{commit}:{path}")
+    if text and path.endswith(".lua"):
+        return re.sub(r"\s*--.*", "", text)
     return code(text) if text and path.endswith(".py") else text
 
 
