@@ -1,8 +1,7 @@
-"""A bucket, or a folder that several machines mount: objects by name, none of which is ever changed. Any thread.
+"""A bucket, or a folder that several machines mount: objects by name. Any thread.
 
-The only user of obstore. Owns the time limits and the outage: every call ends within its limit, also on a share that
-hangs, because a thread of its own makes it. Owns the first contact of a store with it, too: is it the right one, and
-can it be trusted?
+The only user of obstore. Owns the time limits and the outage: a thread of its own makes each call, so it ends within
+its limit, even on a share that hangs. Owns the first contact, too: is it the right shared store, and can it be trusted?
 """
 
 import json
@@ -33,17 +32,17 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 MARKER: Final = "stoker.json"
-"""The object by which a folder or bucket is known as a shared store."""
+"""The object that marks a folder or bucket as a shared store."""
 FORMAT: Final = "stoker-shared 1"
 
 COMMIT_LIMIT_S: Final = 3.0
 """For a version: a finished turn waits for it, once in an outage. A long one has more, see `_SLOWEST_BPS`."""
 _SLOWEST_BPS: Final = 500_000
-"""A network that is slower counts as away."""
+"""A slower network counts as away."""
 _REMOVAL_S: Final = 0.5
-"""For each object that is removed, because it is a request of its own."""
+"""For each removed object, because it is a request of its own."""
 READ_LIMIT_S: Final = 10.0
-"""For a cache file, which may have tens of megabytes, or a version: a job waits for it."""
+"""For a version, or a cache file, which may have tens of megabytes: a job waits for it."""
 CACHE_LIMIT_S: Final = 60.0
 """For what nobody waits for."""
 _MOST_HANGING: Final = 32
@@ -69,12 +68,12 @@ class Bucket:
     Attributes:
         url: ``s3://bucket/prefix`` or ``file:///folder``.
         outage: told of each call that fails, and of each that succeeds.
-        lags: whether an object that is there may be missing in a list for some seconds.
-        landmark: name of an object that is always there once it is set: where a share is not mounted, it is missing.
+        lags: whether a list may lack an existing object for some seconds.
+        landmark: name of an object that always exists once this is set: it is missing where a share is not mounted.
     """
 
     def __init__(self, url: str) -> None:
-        """Asks nobody. Raises `StoreUnusable`: the URL is none of these, or obstore is missing."""
+        """No I/O. Raises `StoreUnusable`: the URL is none of these, or obstore is missing."""
         self.url = url
         self.outage = Outage("the shared store")
         self.landmark: str | None = None
@@ -94,19 +93,13 @@ class Bucket:
 
     @cached_property
     def _store(self) -> Any:
-        """A folder is opened when it is first used: it may be mounted later. Raises `OSError`."""
+        """A folder is opened on first use: it may be mounted later. Raises `OSError`."""
         self._check_mounted()
         return _opened(self.url, self._folder)
 
     def create(self, name: str, content: bytes) -> bool:
-        """Make an object, durably, unless there is one of this name: of several that try, exactly one does.
-
-        Returns:
-            ``False``: there is one.
-
-        Raises:
-            BucketAway: it may be there or not.
-        """
+        """Make an object, durably; ``False``: there is one of this name. Of several calls exactly one makes it. Raises
+        `BucketAway`: it may be there or not."""
 
         def put() -> bool:
             self._check_mounted()
@@ -115,7 +108,7 @@ class Bucket:
                 self._api.put(self._store, name, content, mode="create", use_multipart=False)
             except (self._errors.AlreadyExistsError, self._errors.PreconditionError):
                 is_new = False
-            if self._folder is not None:  # also if an earlier try made it, and ended before this
+            if self._folder is not None:  # also if an earlier try made it, and ended before it was durable
                 self._make_durable(self._folder, name)
             return is_new
 
@@ -131,8 +124,8 @@ class Bucket:
         self._timed(put, self._limit_for(content))
 
     def get(self, name: str, limit_s: float | None = None, *, first: int | None = None) -> bytes | None:
-        """All of its bytes, or the `first` ones; ``None``: there is no such object. If this one alone is refused, as
-        one in an archive is, its content counts as damaged: nothing. Raises `BucketAway`."""
+        """All of its bytes, or the `first` ones; ``None``: there is no such object. If it alone is refused, as one in
+        an archive is, it counts as damaged and has no bytes. Raises `BucketAway`."""
 
         def read() -> bytes | None:
             try:
@@ -178,7 +171,7 @@ class Bucket:
         return self._timed(look, limit_s or COMMIT_LIMIT_S)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Those that are there. Raises `BucketAway`."""
+        """Remove those that exist. Raises `BucketAway`."""
         names = list(names)
 
         def remove() -> None:
@@ -200,7 +193,7 @@ class Bucket:
         return found.changed_at
 
     def _make_durable(self, top: Path, name: str) -> None:
-        """The file, its name, and the names of the folders that were made for it. Raises `OSError`."""
+        """Sync the file, its name, and the names of the folders that were made for it. Raises `OSError`."""
         sync(top / name)
         made = []
         for folder in (top / name).parents:
@@ -242,14 +235,13 @@ class Bucket:
         return result
 
     def away(self, why: str) -> BucketAway:
-        """The error for something that is not as it should be there; the outage is told."""
+        """The error for something wrong there; `outage` is told."""
         error = BucketAway(f"the shared store {self.url}: {why}")
         self.outage.met(error)
         return error
 
     def _check_mounted(self) -> None:
-        """A share that is not mounted looks like an empty folder, or is a folder of the machine's own. Raises
-        `OSError`."""
+        """Raises `OSError`: the share is not mounted. Its folder is then empty, or one of the machine's own."""
         if self._folder is not None and not (self._folder / (self.landmark or "")).exists():
             raise OSError(f"{self._folder / (self.landmark or '')} is not there: is the share mounted?")
 
@@ -295,7 +287,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def meet(bucket: Bucket, database: Database) -> SharedNote:
-    """From now on this shared store has all agents of the store.
+    """Note that this shared store has all agents of the store, if that is true.
 
     Raises:
         BucketAway: it does not answer, or another one is in its place.
@@ -320,15 +312,8 @@ def meet(bucket: Bucket, database: Database) -> SharedNote:
 
 
 def identify(bucket: Bucket, *, is_new: bool) -> SharedNote:
-    """Which one it is.
-
-    Args:
-        is_new: it may be made, if there is none.
-
-    Raises:
-        BucketAway: it does not answer, or is not there.
-        StoreUnusable: it cannot be one, or is of another format.
-    """
+    """Which shared store it is. `is_new`: it may be made, if there is none. Raises `BucketAway`: it does not answer, or
+    is not there; `StoreUnusable`: it cannot be one, or is of another format."""
     content = bucket.get(MARKER)
     if content is None and not is_new:
         raise bucket.away(f"{MARKER} is missing; it was there before")
@@ -340,7 +325,7 @@ def identify(bucket: Bucket, *, is_new: bool) -> SharedNote:
 
 
 def identity_of(bucket: Bucket, marker: bytes) -> str:
-    """Which shared store it is, wherever it is mounted, by the content of its marker. Raises `StoreUnusable`."""
+    """The shared store's id, from its marker. Raises `StoreUnusable`."""
     try:
         fields = json.loads(marker)
         format_, identity = str(fields["format"]), str(fields["id"])
@@ -352,8 +337,9 @@ def identity_of(bucket: Bucket, marker: bytes) -> str:
 
 
 def check_creates_once(bucket: Bucket) -> None:
-    """Servers that do not know ``If-None-Match`` overwrite: two workers could then write one version twice. Also that a
-    second client finds what the first has made. Raises `StoreUnusable`, `BucketAway`."""
+    """Raises `StoreUnusable`: an object is overwritten, as by servers that do not know ``If-None-Match``, so that two
+    workers could write one version twice; or a second client does not find what the first has made. Raises
+    `BucketAway`."""
     name, second = f"probe/{uuid.uuid4().hex}", Bucket(bucket.url)
     bucket.create(name, b"1")
     creates_twice = second.create(name, b"2")

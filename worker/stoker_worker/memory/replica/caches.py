@@ -1,8 +1,8 @@
 """The cache files of agents in a shared store: writes them there, and brings them here. Any thread.
 
-They have the same names and bytes there as here, so whoever reads one verifies it as always. Beside them is a list for
-each agent, made when all of its files are there: by it `collecting` knows what is in use, and since when. Everything
-here only saves time.
+They have the same names and bytes there as here, so a reader verifies them as always. Beside them is a list for each
+agent, made when all of its files are there: it tells `collecting` what is in use, and since when. Everything here only
+saves time.
 """
 
 import json
@@ -52,8 +52,8 @@ from stoker_worker.ports.memory import common_length
 _log = logging.getLogger(__name__)
 
 _MOST_ENDS: Final = 2
-"""As many checkpoints of an agent's that lie behind a block's end are listed, and the first one, which may be that of
-its system prompt: all of them would be one state a turn."""
+"""Of an agent's checkpoints that lie after a block's end, the last ones are listed, and the first, which may be its
+system prompt's: all of them would be one state a turn."""
 
 CACHES: Final = "caches"
 BLOCKS: Final = "blocks"
@@ -67,16 +67,16 @@ _AT_ONCE: Final = 4
 _JOB_WAITS_S: Final = 30.0
 """While a cache comes for one job, no other one is loaded."""
 _KNOWN_S: Final = 3600.0
-"""`memory gc --shared` may remove a block that no agent uses: after so long, a worker looks again."""
+"""After this time a worker looks again whether a file is there: `memory gc --shared` may have removed it."""
 _MOST_KNOWN: Final = 2**16
 _MISSING: Final = (float("-inf"), 0)
 """Not there, or damaged, though a list may have it."""
 _RETRY_S: Final = 1.0
 _STOP_S: Final = 5.0
 _HEADER_BYTES: Final = 1 << 17
-"""A cache file's header has a tenth of it."""
+"""Ten times a cache file's header."""
 _MOST_WAITING: Final = 2**16
-"""Agents that wait. Of those beyond, the one that has waited longest goes without."""
+"""Agents that wait. Of more, the one that has waited longest is dropped."""
 
 
 def manifest_name(key: str) -> str:
@@ -90,7 +90,7 @@ def pieces_prefix(key: str) -> str:
 
 
 def is_cache_file(name: str) -> bool:
-    """True if a worker gives such a name to a block or a piece."""
+    """True if a worker gives this name to a block or a piece."""
     folder, _, rest = name.partition("/")
     form = {BLOCKS: BLOCK_FILE, PIECES: PIECE_FILE}.get(folder)
     return form is not None and form.fullmatch(rest) is not None
@@ -109,10 +109,7 @@ def files_in(manifest: bytes) -> list[str]:
 
 
 class SharedCaches:
-    """
-    Attributes:
-        written_bytes, read_bytes: since the start.
-    """
+    """`written_bytes`, `read_bytes`: since the start."""
 
     def __init__(self, parts: StoreParts, bucket: Bucket, budget: DiskBudget) -> None:
         self._parts = parts
@@ -124,17 +121,9 @@ class SharedCaches:
         self.read_bytes = 0
 
     def write(self, agent_id: str, pace: Callable[[int], None]) -> int:
-        """Write the cache of the agent's newest version, as far as it is on disk and not there yet. One thread.
-
-        Args:
-            pace: called after each file with its bytes; it waits, or raises to give up.
-
-        Returns:
-            the version; 0: there is none.
-
-        Raises:
-            BucketAway, OSError, Damaged: not all of it is written.
-        """
+        """Write the cache of the agent's newest version, as far as it is on disk and not there yet; returns the
+        version, 0: there is none. One thread. `pace`: called after each file with its bytes; it waits, or raises to
+        give up. Raises `BucketAway`, `OSError`, `Damaged`: not all of it is written."""
         with self._parts.database.snapshot() as connection:
             version = transcripts.read_agent(connection, agent_id).version
         if version.transcript is None:
@@ -161,7 +150,7 @@ class SharedCaches:
         return version.number
 
     def bring(self, version: AgentVersion, prompt: BlockChain) -> None:
-        """Bring the agent's cache files that are missing here and of use for the prompt; what cannot be brought within
+        """Bring the agent's cache files that are missing here and useful for the prompt; what does not come within
         `_JOB_WAITS_S` is a miss. Never raises."""
         if self._bucket.outage.seconds:
             return
@@ -187,7 +176,6 @@ class SharedCaches:
         _log.info("agent %r: brought in %.1f MB of cache in %.2f s", version.agent_id, n_bytes / 1e6, seconds)
 
     def _wanted(self, version: AgentVersion, prompt: BlockChain) -> _Checks:
-        """The files that are of use for the prompt."""
         cache, transcript = version.cache, version.transcript
         if cache is None or transcript is None or (prompt.model, prompt.salt) != (cache.model, cache.salt):
             return {}
@@ -199,8 +187,8 @@ class SharedCaches:
         return blocks | pieces if cache.snapshots or has_all_blocks else blocks
 
     def _wanted_checkpoint(self, version: AgentVersion, n_tokens: int) -> _Checks:
-        """The last checkpoint within the version's first `n_tokens` tokens, unless it has a snapshot as late. Beside
-        the last block it may lie behind them: then the one before it as well."""
+        """The last checkpoint within the version's first `n_tokens` tokens, unless it has a snapshot as late. The last
+        block's may lie after them: then also the one before it."""
         own = version.cache.snapshots if version.cache else ()
         least = max((n for n in own if n <= n_tokens), default=0) // BLOCK_TOKENS
         within = list(self._checkpoints(version).items())[least : n_tokens // BLOCK_TOKENS]
@@ -211,7 +199,7 @@ class SharedCaches:
         return dict(there[-2:] if there[-1:] == within[-1:] else there[-1:])
 
     def _checkpoints(self, version: AgentVersion) -> _Checks:
-        """The places of all checkpoints that its cache may have, in the order of the chain."""
+        """All places where its cache may have a checkpoint, in the order of the chain."""
         chain = _cached_chain(version)
         if chain is None or not has_snapshots(self._layout(chain.model)):
             return {}
@@ -242,11 +230,8 @@ class SharedCaches:
         return blocks if has_blocks else {}, dict(pieces[not has_tail : 1 + len(version.cache.snapshots)])
 
     def _wrote(self, path: Path, check: _Check, pace: Callable[[int], None], behind: tuple[int, ...] | None) -> bool:
-        """True if the file is there now. A damaged one is left to the next restore, which removes it.
-
-        Args:
-            behind: of a checkpoint, the tokens behind its block: it replaces one with others there, as it has here.
-        """
+        """True if the file is there now. A damaged one is left to the next restore, which removes it. `behind`: a
+        checkpoint's tokens after its block; it replaces a checkpoint with others there, as it has here."""
         name, is_block = self._name_of(path), path.is_relative_to(self._parts.blocks.path)
         has = self._bucket.has if behind is None else lambda name: _tokens_behind(self._bucket, name) in ((), behind)
         if not (is_block and has(name)):
@@ -280,7 +265,7 @@ class SharedCaches:
             return 0
         try:
             content = self._bucket.get(name, READ_LIMIT_S)
-        except BucketAway:  # what has come is of use
+        except BucketAway:  # what has come so far is useful
             return 0
         if content is None:
             self._note(name, *_MISSING)
@@ -301,7 +286,7 @@ class SharedCaches:
         return allocated_bytes(path)
 
     def _enter(self, connection: Connection, version: AgentVersion) -> None:
-        """The index has what is on disk, if the agent is still at that version."""
+        """Enter what is on disk in the index, if the agent is still at that version."""
         row = transcripts.find_agent(connection, version.agent_id)
         chain, now = _cached_chain(version), time.time()
         if row is None or row.head != version.head or chain is None:
@@ -316,15 +301,15 @@ class SharedCaches:
 
 
 def _cached_chain(version: AgentVersion) -> BlockChain | None:
-    """Of the tokens that are cached; ``None``: nothing is."""
+    """The cached tokens; ``None``: there are none."""
     if version.cache is None or version.transcript is None:
         return None
     return chain_of(version.cache, version.transcript.token_ids)
 
 
 def remove_caches(bucket: Bucket, agent_id: str) -> None:
-    """Remove the list of an agent that was forgotten, its own files, and its checkpoints that have tokens behind their
-    blocks. The blocks, which others may use, go with `memory gc`. Raises `BucketAway`."""
+    """Remove a forgotten agent's list, its own files, and its checkpoints with tokens after their blocks. The blocks,
+    which others may use, go with `memory gc`. Raises `BucketAway`."""
     if names := _listed(bucket, agent_id):
         key = key_of(agent_id).hex()
         ends = (x for x in names if x.endswith("-checkpoint.safetensors") and _tokens_behind(bucket, x))
@@ -333,8 +318,7 @@ def remove_caches(bucket: Bucket, agent_id: str) -> None:
 
 
 def _tokens_behind(bucket: Bucket, name: str) -> tuple[int, ...] | None:
-    """Of a checkpoint there, the tokens behind its block; ``None``: it is not there, or damaged. Raises
-    `BucketAway`."""
+    """A checkpoint's tokens after its block; ``None``: it is not there, or damaged. Raises `BucketAway`."""
     place = place_in(BytesIO(bucket.get(name, first=_HEADER_BYTES) or b""))
     return None if place is None else place[1]
 
@@ -345,9 +329,9 @@ def _listed(bucket: Bucket, agent_id: str) -> list[str]:
 
 
 class CachesBehind:
-    """Writes caches behind the turns, on a thread of its own, within a bandwidth. Nothing notes which ones are left:
-    another worker computes what it does not find. In an outage this thread alone goes on asking whether the shared
-    store is back. What it has not written at the end is computed by whoever needs it."""
+    """Writes caches to the shared store after their turns, on a thread of its own, within a bandwidth. What is left to
+    write is in memory only: another worker computes what it does not find. In an outage this thread alone asks whether
+    the shared store is back."""
 
     def __init__(self, parts: StoreParts, bucket: Bucket, budget: DiskBudget, *, max_bps: int | None) -> None:
         """`max_bps`: most bytes per second; ``None``: no limit."""
@@ -424,7 +408,7 @@ class CachesBehind:
             raise _Closing
 
     def _wait(self, seconds: float | None) -> None:
-        """Until then, or until the end. ``None``: until there is something to write, or for as long as a retry."""
+        """Wait so long or until the end; ``None``: until there is something to write, or for as long as a retry."""
         with self._changed:
             if seconds is None:
                 self._changed.wait_for(lambda: self._is_closing or bool(self._waiting), _RETRY_S)

@@ -1,7 +1,7 @@
 """Limits the bytes of caches in a shared store, by age and use. A command of the shell, beside workers.
 
-What is in use, and since when, is in the lists that workers keep beside the caches. Versions stay: they are the truth.
-A worker that misses a file which was removed here computes it again. Objects that have no name of a cache file stay.
+The lists that workers keep beside the caches show what is in use, and since when. Versions stay: they are the truth. A
+worker computes a removed file again. Objects that have no name of a cache file stay.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from stoker_worker.memory.replica.bucket import CACHE_LIMIT_S, MARKER, Bucket, S
 from stoker_worker.memory.replica.caches import BLOCKS, CACHES, PIECES, files_in, is_cache_file
 
 _YOUNG_S: Final = 86_400.0
-"""A worker may not have listed what is younger."""
+"""A worker may not have listed a younger file."""
 _AT_ONCE: Final = 100
 _THREADS: Final = 16
 _LIMIT_S: Final = 3600.0
@@ -23,13 +23,8 @@ _LIMIT_S: Final = 3600.0
 
 @dataclass(frozen=True)
 class CollectedThere:
-    """The removed objects, or those to be removed.
-
-    Attributes:
-        files: cache files. `bytes`: theirs.
-        agents: that lost their caches.
-        left_bytes: of the cache files that stay.
-    """
+    """What was removed, or would be: `files` of `bytes` in all, and `agents` that lose their caches. `left_bytes`: of
+    the cache files that stay."""
 
     files: int
     bytes: int
@@ -41,12 +36,8 @@ def collect_there(
     bucket: Bucket, *, max_bytes: int | None = None, unused_s: float | None = None, dry_run: bool = False
 ) -> CollectedThere:
     """Remove the cache files that no agent uses; then those of agents unused for `unused_s`, and of those unused the
-    longest, until `max_bytes` are left.
-
-    Raises:
-        StoreUnusable: it is no shared store.
-        BucketAway: a second call removes the rest.
-    """
+    longest, until `max_bytes` are left. Raises `StoreUnusable`: it is no shared store; `BucketAway`: a second call
+    removes the rest."""
     if (marker := bucket.get(MARKER)) is None:
         raise StoreUnusable(f"{bucket.url} is no shared store: it has no {MARKER}")
     identity_of(bucket, marker)

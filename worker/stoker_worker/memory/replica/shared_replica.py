@@ -1,7 +1,7 @@
-"""`SharedReplica`: keeps a store's database a copy of what a shared store has of its agents. Any thread.
+"""`SharedReplica`: keeps a store's database a copy of its agents in a shared store. Any thread.
 
-The shared store is the truth: a version is made there first, and then here. What other workers have made comes in when
-somebody looks. So a number that is taken there is seen before anything changes here.
+The shared store is the truth: a version is made there first, and then here. Other workers' versions come in with
+`look`, so a number that is taken there is seen before anything changes here.
 """
 
 import logging
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 _N_LOCKS: Final = 64
 _MOST_NOTES: Final = 2**15
-"""Agents beyond are looked for again."""
+"""More forgotten agents are looked up again."""
 _TRIES: Final = 3
 
 
@@ -52,7 +52,7 @@ class SharedReplica(Replica):
         *,
         on_brought: Callable[[str], None] = lambda agent_id: None,
     ) -> None:
-        """`on_brought`: called with the id of an agent whose newest version here has become another one."""
+        """`on_brought`: called with the id of an agent whose newest version here may have become another one."""
         self._parts = parts
         self._database = parts.database
         self._bucket = bucket
@@ -62,10 +62,9 @@ class SharedReplica(Replica):
         self._meeting = threading.Lock()
         self._noting = threading.Lock()
         self._forgotten: OrderedDict[str, Forgotten] = OrderedDict()
-        self._doubtful: set[str] = set()  # agents of which a put may have arrived, without a reply
+        self._doubtful: set[str] = set()  # agents with a put that may have arrived, without a reply
 
     def meet(self) -> None:
-        """As `Replica.meet`."""
         with self._meeting:
             if self._bucket.landmark is None:
                 meet(self._bucket, self._database)
@@ -110,7 +109,7 @@ class SharedReplica(Replica):
             return
         transcripts.job_has_ended(connection, row.number, version.number - 1)
         before = self.forgotten(version.agent_id)
-        if version.number == before.number + 1:  # it begins again, and keeps the deliveries of before
+        if version.number == before.number + 1:  # it begins again, and keeps its earlier deliveries
             for key, end in before.ended.items():
                 transcripts.note_ended(connection, row.number, key, end)
 
@@ -126,7 +125,7 @@ class SharedReplica(Replica):
         return found.next.result if found is not None and found.next.delivery == key else None
 
     def expire(self, agent_id: str, unused_s: float) -> bool:
-        """As of `Replica`. Never waits for a job of the agent: that one may wait for the upkeep."""
+        """As `Replica.expire`. Never waits for a job of the agent: the job may wait for the upkeep."""
         lock = self.changing(agent_id)
         if not lock.acquire(blocking=False):
             return False
@@ -168,7 +167,7 @@ class SharedReplica(Replica):
         raise self._bucket.away(f"agent {agent_id!r} is changed all the time")
 
     def _bring(self, agent_id: str, row: AgentRow | None, newest: int, *, anew: bool = False) -> None:
-        """Make version `newest` of the shared store the agent's newest here. `anew`: nothing that is here is of use.
+        """Make version `newest` of the shared store the agent's newest here. `anew`: nothing that is here is used.
 
         Raises:
             AgentTranscriptUnreadable: it is damaged there; here the agent is at that number now, without it.
@@ -202,14 +201,14 @@ class SharedReplica(Replica):
         return AgentTranscriptUnreadable(problem, usable=AgentVersion(agent_id, newest, None))
 
     def _forget(self, empty: SharedVersion) -> None:
-        """Another worker has made this empty version, or this one in an earlier life."""
+        """Remove the agent here: this empty version was made by another worker, or by this one in an earlier life."""
         agent_id = empty.next.agent_id
         self._clean(agent_id, empty.next.number)
         forget_agent(self._parts, agent_id, only_here=True)
         self._note_forgotten(empty)
 
     def _clean(self, agent_id: str, number: int) -> None:
-        """Nothing of before this number is left there. Raises `BucketAway`."""
+        """Remove there what is left of before this number. Raises `BucketAway`."""
         self.versions.empty_below(agent_id, number)
         remove_caches(self._bucket, agent_id)
 
@@ -224,7 +223,7 @@ class SharedReplica(Replica):
                 self._forgotten.popitem(last=False)
 
     def _ended_before(self, version: NextVersion) -> dict[bytes, Ended]:
-        """The ends of all deliveries before this version, if it is whole or empty; others have none."""
+        """The ends of all deliveries before this version, if it is whole or empty; others carry none."""
         if version.record is not None and not version.record.keeps_nothing:
             return {}
         row = self._row(version.agent_id)
@@ -241,7 +240,7 @@ class SharedReplica(Replica):
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
-        """Inside, `BucketAway` becomes `SharedStoreAway`. It is raised at once while an outage lasts: one thread alone
+        """Inside, `BucketAway` becomes `SharedStoreAway`, which is raised at once during an outage: one thread alone
         asks whether the shared store is back (`CachesBehind`)."""
         if self._bucket.outage.seconds:
             raise SharedStoreAway(f"the shared store {self._bucket.url} is away")
@@ -256,8 +255,8 @@ class SharedReplica(Replica):
 
 @contextmanager
 def opened_with_shared(path: Path) -> Iterator[StoreParts]:
-    """A store for one command of the shell that changes agents, with its shared store if it has one. Raises
-    `StoreUnusable` as `opened`."""
+    """A store, with its shared store if it has one, for one command of the shell that changes agents. Raises
+    `StoreUnusable`."""
     with opened(path) as parts:
         with parts.database.snapshot() as connection:
             note = read_note(connection)
@@ -278,10 +277,10 @@ def checksum_of(connection: Connection, row: AgentRow | None, version: int) -> b
 def adopt(
     connection: Connection, versions: Sequence[SharedVersion], before: AgentRow | None, *, keeps_before: bool
 ) -> None:
-    """Make the last of `versions` the agent's newest version here. A change of `Database.commit`.
+    """Make the last of `versions`, a chain of no empty ones, oldest first, the agent's newest version here. A change of
+    `Database.commit`.
 
     Args:
-        versions: a chain, oldest first; none is empty.
         before: the agent's row when the chain was read.
         keeps_before: whether the versions before the chain are the shared store's too; the others go.
 
@@ -314,8 +313,8 @@ def adopt(
 
 
 def _note_deliveries(connection: Connection, agent: int, version: SharedVersion, *, may_run: bool) -> None:
-    """The times in a version are by its maker's clock, which may be years off: what is left of them counts from when it
-    was saved. `may_run`: the job that made it may not have ended."""
+    """Note the deliveries of a version. Its times are by its maker's clock, which may be years off: what was left of
+    them at the save counts from now. `may_run`: the job that made it may not have ended."""
     now, made, record = time.time(), version.next, version.record
     if record is None:
         return
@@ -335,8 +334,8 @@ def _note_deliveries(connection: Connection, agent: int, version: SharedVersion,
 
 
 def lose(connection: Connection, agent_id: str, version: int) -> None:
-    """Note that the agent's newest version is this one, and that nobody can read it. A change of `Database.commit`.
-    Raises `Damaged`."""
+    """Note that this is the agent's newest version, and that it cannot be read. A change of `Database.commit`. Raises
+    `Damaged`."""
     row = transcripts.find_agent(connection, agent_id)
     if row is not None:
         connection.execute("DELETE FROM turns WHERE agent = ? AND version >= ?", (row.number, version))

@@ -1,10 +1,9 @@
-"""Shares an existing store: puts its agents into a shared store that lacks them. A command of the shell, which has the
+"""Shares an existing store: puts its agents into a shared store that lacks them. A command of the shell, with the
 store's lock.
 
 Goes through the agents in pages, so memory does not grow with the store. What is there already is compared and not put
-again, so after an interruption it goes on.
-An agent that is another one there is named, and stays as it is on both sides: then the store is not noted as shared,
-and no worker starts with it.
+again, so a second call continues after an interruption. If another agent of the same id is there, it is named, and both
+stay as they are: then the store is not noted as shared, and no worker starts with it.
 """
 
 from collections.abc import Callable
@@ -31,11 +30,8 @@ _ANOTHER: Final = "there is another agent of this id there"
 
 @dataclass
 class Shared:
-    """
-    Attributes:
-        agents: that are in both now; `put`: of which something was put.
-        refused: why an agent was not, by its id; the first ones. `n_refused`: of all.
-    """
+    """`agents`: in both now; `put`: those of which something was put. `refused`: why an agent was not, by its id, for
+    the first ones; `n_refused`: of all."""
 
     agents: int = 0
     put: int = 0
@@ -44,10 +40,8 @@ class Shared:
 
 
 def share(parts: StoreParts, bucket: Bucket, *, on_page: Callable[[Shared], object] = lambda done: None) -> Shared:
-    """Make the shared store have all agents of this one, and note it if it has.
-
-    Args:
-        on_page: called with what is done so far.
+    """Make the shared store have all agents of this one, and note it if it has. `on_page`: called with what is done so
+    far.
 
     Raises:
         StoreUnusable: it is no shared store, and cannot be one.
@@ -85,14 +79,8 @@ def _count(done: Shared, agent_id: str, outcome: bool | str) -> None:
 
 
 def _share_agent(parts: StoreParts, versions: Versions, agent_id: str) -> bool | str:
-    """Put the versions after the newest one there.
-
-    Returns:
-        whether there were any, or why the agent is not shared.
-
-    Raises:
-        BucketAway, OSError: not all of them are there.
-    """
+    """Put the versions after the newest one there; returns whether there were any, or why the agent is not shared.
+    Raises `BucketAway`, `OSError`: not all of them are there."""
     try:
         before = set(versions.stored(agent_id))
         newest = max(before, default=0)

@@ -1,5 +1,5 @@
-"""The versions of agents in a shared store: finds the newest, reads chains and trusts nothing, makes the next one at
-most once whoever tries, and removes old ones. Any thread.
+"""The versions of agents in a shared store: finds the newest, reads and verifies chains, makes each next one at most
+once, and removes old ones. Any thread.
 
 A number that was removed is free again, and a worker that slept could take it for the next one. But the newest version
 is never removed. So after each put the names above it are listed: if there is one, the put was not the newest version.
@@ -38,13 +38,13 @@ def version_name(agent_id: str, version: int) -> str:
 
 
 def number_in(name: str) -> int:
-    """The version that an object of `versions_folder` has; 0: it is no version."""
+    """The version in the name of an object of `versions_folder`; 0: it is no version."""
     number = name.rpartition("/")[2].removesuffix(".json")
     return int(number) if len(number) == 12 and number.isdecimal() else 0
 
 
 class Emptied(Exception):
-    """Its agent was forgotten after somebody listed the version."""
+    """The agent was forgotten after its version was listed."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,7 @@ class SharedVersion:
 
     Attributes:
         next: as its maker made it.
-        ended: of each delivery to the agent that had ended before and may come again; in versions that are whole, and
-            in empty ones.
+        ended: of each delivery to the agent that had ended before and may be repeated; in whole and in empty versions.
     """
 
     next: NextVersion
@@ -90,11 +89,8 @@ class SharedVersion:
 
     @classmethod
     def decode(cls, agent_id: str, version: int, content: bytes) -> Self:
-        """
-        Raises:
-            Emptied: the agent was forgotten at a later number.
-            Damaged: it is not as it was written, or is another agent's or version's.
-        """
+        """Raises `Emptied`: the agent was forgotten at a later number; `Damaged`: the content is not as it was written,
+        or is another agent's or version's."""
         if content == EMPTIED:
             raise Emptied(f"version {version} was forgotten")
         written, _, body = content.partition(b"\n")
@@ -128,7 +124,7 @@ def _blob(text: str) -> bytes:
 
 
 _GRACE_S: Final = 86_400.0
-"""Names of old versions stay so long after the next one was made: a listing may lag, and a reader may be slow."""
+"""How long an old version stays after the next one was made: a listing may lag, and a reader may be slow."""
 _AT_ONCE: Final = 8
 
 ChecksumHere = Callable[[int], bytes | None]
@@ -142,12 +138,8 @@ class Versions:
         self._bucket = bucket
 
     def newest(self, agent_id: str, known: int, hint: int = 0) -> int:
-        """The number of the agent's newest version.
-
-        Args:
-            known: one that is or was there; 0: none is known.
-            hint: one that may be there.
-        """
+        """The number of the agent's newest version. `known`: one that is or was there; 0: none. `hint`: one that may be
+        there."""
         after = version_name(agent_id, known) if known else None
         newest = max(self.stored(agent_id, after), default=known)
         if hint > newest and self._bucket.has(version_name(agent_id, hint)):
@@ -167,13 +159,8 @@ class Versions:
     def chain(
         self, agent_id: str, newest: int, here: int, checksum_here: ChecksumHere
     ) -> tuple[list[SharedVersion], bool]:
-        """The versions to bring in for `newest`, oldest first.
-
-        Args:
-            here: the newest version of this machine; none up to it is read, if they prove to be the same.
-
-        Returns:
-            also whether this machine's versions before them are the same as there.
+        """The versions to bring in for `newest`, oldest first, and whether this machine's versions before them are the
+        same as there. `here`: this machine's newest version; none up to it is read, if they prove to be the same.
 
         Raises:
             Emptied: the agent was forgotten meanwhile.
@@ -203,7 +190,7 @@ class Versions:
             raise VersionTaken(f"another worker has made version {newest} of agent {agent_id!r}")
 
     def create(self, version: SharedVersion) -> None:
-        """As `put`, but a newer one is not looked for."""
+        """As `put`, without a look for newer ones."""
         agent_id, number = version.next.agent_id, version.next.number
         name, content = version_name(agent_id, number), version.encode()
         if not self._bucket.create(name, content):
@@ -219,14 +206,14 @@ class Versions:
         return None if found is None else found.changed_at
 
     def empty_below(self, agent_id: str, number: int) -> None:
-        """The agent is forgotten: nothing that it said is left below this number."""
+        """Empty the agent's versions below this number: it is forgotten."""
         stored = self.stored(agent_id)
         full = [one for one, x in stored.items() if one < number and x.n_bytes != len(EMPTIED)]
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shared-store") as threads:
             list(threads.map(lambda one: self._bucket.put(version_name(agent_id, one), EMPTIED), full))
 
     def prune(self, agent_id: str) -> None:
-        """Remove the versions that no reader needs, by the clock of the shared store alone."""
+        """Remove the versions that no reader needs, by the shared store's clock alone."""
         stored = self.stored(agent_id)
         numbers = sorted(stored)
         before = max((x.changed_at for x in stored.values()), default=0.0) - _GRACE_S
