@@ -1,8 +1,8 @@
 """Carries an agent in a file: exports its newest version, also while a worker runs it, and imports it. Any thread.
 
-The file is what a shared store has of a version, with the whole transcript in it. Caches stay behind, because they only
-save time; so do older versions, and the answers to the agent's jobs, which are for the jobs of this store's queue. An
-import trusts nothing in the file: what it has no use for it makes anew.
+The file is a version as in a shared store, with the whole transcript. Caches stay behind, because they only save time;
+so do older versions, and the answers to the agent's jobs, which are for this store's queue. An import trusts nothing in
+the file: it makes anew whatever it does not need from it.
 """
 
 import json
@@ -27,7 +27,7 @@ _MOST_VERSIONS: Final = 10**12
 
 @dataclass(frozen=True)
 class Exported:
-    """The new file: the agent's version, and the file's size."""
+    """The agent's version, and the new file's size."""
 
     version: int
     n_bytes: int
@@ -59,8 +59,6 @@ def export_agent(parts: StoreParts, agent_id: str, target: Path) -> Exported:
 
 @dataclass(frozen=True)
 class Imported:
-    """The new agent."""
-
     agent_id: str
     version: int
 
@@ -114,7 +112,7 @@ def _read(source: Path) -> TurnRecord:
 
 
 def _made_anew(found: TurnRecord, agent_id: str, version: int) -> TurnRecord:
-    """The version for this store. Under its own id the agent may meet the job again that made it: that one is not done
+    """The version for this store. Under its own id the agent may meet the job again that made it: that job is not run
     twice."""
     transcript, now = replay([found]), time.time()
     until = min(found.about.answer_until, now + UNTIL_ENDED_S)

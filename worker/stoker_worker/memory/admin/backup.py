@@ -1,8 +1,8 @@
 """Copies a store's database to one file, beside a running worker, and puts such a copy back, while no worker has the
 store open. Cache files stay out: they only save time.
 
-A database that replaces the store's, be it a backup or what `salvage` made, is made in the store's temp folder, and its
-index of the cache files is made anew; only then are the two exchanged.
+A database that replaces the store's, a backup or what `salvage` made, is made in the store's temp folder, with a new
+index of the cache files; only then are the two exchanged.
 """
 
 import os
@@ -39,16 +39,12 @@ from stoker_worker.memory.store_parts import StoreParts, make_folders
 from stoker_worker.memory.transcripts import IS_OF_SESSION
 
 _PAGES: Final = 2048
-"""Copied in one step; between two steps an interrupt ends the copy."""
+"""Copied in one step; an interrupt ends the copy between two steps."""
 
 
 @dataclass(frozen=True)
 class Backup:
-    """
-    Attributes:
-        n_bytes: of the file.
-        problems: a line for each row that is damaged, in the store and so in the backup.
-    """
+    """`n_bytes`: of the file. `problems`: a line for each damaged row, in the store and so in the backup."""
 
     agents: int
     n_bytes: int
@@ -56,8 +52,8 @@ class Backup:
 
 
 def back_up(store: StoreParts, file: Path) -> Backup:
-    """Write the newest state of every agent, as of now, to a new file (mode 0600): whole, or not there. A row that is
-    damaged is copied as it is, and named.
+    """Write the newest state of every agent to a new file (mode 0600): whole, or not there. A damaged row is copied as
+    it is, and named.
 
     Raises:
         FileExistsError: the file exists.
@@ -81,8 +77,8 @@ def back_up(store: StoreParts, file: Path) -> Backup:
 
 
 def copy_database(source: Connection, target: Path) -> None:
-    """Copy all pages to an empty file. `source` is in a transaction that has read: so no writer makes the copy begin
-    again. Raises `sqlite3.Error`: it could not be copied."""
+    """Copy all pages to an empty file. `source` is in a transaction that has read, so that no writer makes the copy
+    begin again. Raises `sqlite3.Error`."""
     assert isinstance(source, sqlite3.Connection)
     with closing(sqlite3.connect(target, isolation_level=None)) as copy:
         copy.execute("PRAGMA journal_mode=OFF")  # it is synced when it is whole
@@ -91,23 +87,19 @@ def copy_database(source: Connection, target: Path) -> None:
 
 
 def connect_to_copy(path: Path) -> sqlite3.Connection:
-    """A connection that makes no file beside the copy, unless a log is there, which a database that was replaced may
-    still need. Raises `DatabaseFailed`."""
+    """A connection that makes no file beside the copy, unless there is a log, which a replaced database may still need.
+    Raises `DatabaseFailed`."""
     has_log = path.with_name(f"{path.name}-wal").exists()
     uri = f"file:{quote(str(path.absolute()))}?{'mode=ro' if has_log else 'immutable=1'}"
     with translated():
         connection = sqlite3.connect(uri, uri=True, isolation_level=None)
-    connection.text_factory = lambda data: data.decode(errors="replace")  # a row's checksum tells
+    connection.text_factory = lambda data: data.decode(errors="replace")  # its checksum shows a damaged row
     return connection
 
 
 @dataclass(frozen=True)
 class Exchanged:
-    """
-    Attributes:
-        blocks: on disk, and in the index now.
-        kept: where the database that was there before is; ``None``: there was none.
-    """
+    """`blocks`: on disk, and in the index now. `kept`: where the previous database is; ``None``: there was none."""
 
     blocks: int
     kept: str | None
@@ -142,11 +134,8 @@ def restore(folder: Path, backup: Path) -> RestoredBackup:
 
 
 def exchange(folder: Path, make: Callable[[Path], None], fill: Callable[[Connection], None]) -> Exchanged:
-    """Make another database the store's. Meanwhile no worker can have the store.
-
-    Args:
-        make: puts a database into an empty folder.
-        fill: changes it.
+    """Make another database the store's; meanwhile no worker can have the store. `make` puts a database into an empty
+    folder, and `fill` changes it.
 
     Raises:
         StoreUnusable: a worker has the store, or it or the new database has another format; nothing has changed.

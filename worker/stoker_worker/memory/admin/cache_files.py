@@ -1,5 +1,5 @@
-"""The cache files of agents: checks that one is whole, of our format, and the piece that belongs at its place; enters
-those on disk in the index. Any thread."""
+"""The cache files of agents: checks that one is whole, of our format, and the right piece for its place; enters those
+on disk in the index. Any thread."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -26,19 +26,15 @@ from stoker_worker.ports.cache_spec import BLOCK_TOKENS, LayerKind
 
 
 def check_piece(path: Path, version: AgentVersion, snapshot: int | None) -> None:
-    """True if the file is the version's tail, or its snapshot of this place in `CachedPrefix.snapshots`.
-
-    Raises:
-        Damaged: it is not.
-        FileNotFoundError: it is gone.
-    """
+    """Check that the file is the version's tail, or its snapshot of this place in `CachedPrefix.snapshots`. Raises
+    `Damaged`: it is not; `FileNotFoundError`: it is gone."""
     check_belongs(read_intact(path), version.transcript, version.cache, snapshot)
 
 
 def check_belongs(
     metadata: dict[str, Any], transcript: Transcript | None, cache: CachedPrefix | None, snapshot: int | None
 ) -> None:
-    """The same of a file with this metadata. Raises `Damaged`."""
+    """The same for a file with this metadata. Raises `Damaged`."""
     if cache is None or transcript is None or (snapshot is not None and snapshot >= len(cache.snapshots)):
         raise Damaged("is of no version")
     chain = chain_of(cache, transcript.token_ids)
@@ -52,12 +48,8 @@ def check_belongs(
 
 
 def check_block(path: Path, model: str, address: str) -> str:
-    """True if the file is the block of this address, of the model whose fingerprint begins so; returns its parent.
-
-    Raises:
-        Damaged: it is not.
-        FileNotFoundError: it is gone.
-    """
+    """Check that the file is the block of this address, of a model whose fingerprint begins with `model`; returns its
+    parent. Raises `Damaged`: it is not; `FileNotFoundError`: it is gone."""
     metadata = read_intact(path)
     is_ours = is_of_model = False
     with suppress(ValueError, TypeError, KeyError, AttributeError, OverflowError):  # whole, but of another writer
@@ -81,12 +73,7 @@ def check_checkpoint(path: Path, model: str, address: str) -> None:
 
 
 def read_intact(path: Path) -> dict[str, Any]:
-    """The metadata of a whole cache file.
-
-    Raises:
-        Damaged: it is none.
-        FileNotFoundError: it is gone.
-    """
+    """The metadata of a whole cache file. Raises `Damaged`: it is none; `FileNotFoundError`: it is gone."""
     try:
         with open(path, "rb", buffering=0) as file:
             if is_intact(file):
@@ -101,15 +88,9 @@ def read_intact(path: Path) -> dict[str, Any]:
 
 
 def recount(connection: Connection, blocks: BlockFolder, pieces: PieceFolder, *, now: float) -> int:
-    """Enter the files of every agent's newest version that can be read, and no others. Files of another conversation
-    under the names of its own are removed: the agent's id has been used again. Sessions go.
-
-    Returns:
-        how many blocks there are.
-
-    Raises:
-        OSError: a folder cannot be read.
-    """
+    """Make the index anew: enter the files of every agent's newest readable version, and no others; returns how many
+    blocks there are. Files of another conversation under an agent's names are removed: its id has been used again.
+    Sessions go. Raises `OSError`: a folder cannot be read."""
     connection.execute("DELETE FROM blocks")
     connection.execute(f"DELETE FROM agents WHERE {transcripts.IS_OF_SESSION}")
     connection.execute("UPDATE agents SET last_block = NULL, piece_bytes = 0")
@@ -132,7 +113,7 @@ def recount(connection: Connection, blocks: BlockFolder, pieces: PieceFolder, *,
 
 
 def enter_blocks(connection: Connection, chain: BlockChain, blocks: BlockFolder, *, now: float) -> None:
-    """Enter the blocks of `chain` that are on disk and not in the index, up to the first one that is missing; and their
+    """Enter the blocks of `chain` that are on disk and not in the index, up to the first missing one, and their
     checkpoints."""
     layout = cache_index.read_model(connection, chain.model)
     have_files = layout is None or LayerKind.FULL in layout
@@ -150,7 +131,7 @@ def enter_blocks(connection: Connection, chain: BlockChain, blocks: BlockFolder,
 
 
 def has_snapshots(layout: str | None) -> bool:
-    """Whether a model of this cache layout has window or recurrent layers; ``None``: unknown."""
+    """True if a model of this cache layout has window or recurrent layers; ``None``: unknown."""
     return any(kind in (layout or "") for kind in (LayerKind.WINDOW, LayerKind.RECURRENT))
 
 

@@ -1,8 +1,8 @@
 """Reads a damaged SQLite database page by page: no index, no inner page and no checksum of its log has to be right.
 
-Owns as much of SQLite's file format as that needs (https://sqlite.org/fileformat2.html). The caller checks every row:
-what is read here may be damaged. Rows that were deleted are not there, because `secure_delete` overwrites them. Reads
-only; the files must not change meanwhile.
+Owns as much of SQLite's file format as that needs (https://sqlite.org/fileformat2.html). The caller checks every row,
+which may be damaged. Deleted rows are gone: `secure_delete` overwrites them. Reads only; the files must not change
+meanwhile.
 """
 
 import mmap
@@ -27,12 +27,11 @@ Row = tuple[int | None, tuple[Any, ...]]
 
 
 class DamagedFile:
-    """A database and its log. `bad_frames`: frames of the log, before its last commit, that are not as they were
-    written."""
+    """A database and its log. `bad_frames`: damaged frames of the log before its last commit."""
 
     def __init__(self, path: Path, *, whole_log: bool) -> None:
-        """`whole_log`: also what comes after the first bad frame of the log, which SQLite leaves out. Raises `OSError`:
-        a file cannot be read."""
+        """`whole_log`: also read what comes after the first bad frame of the log, which SQLite leaves out. Raises
+        `OSError`: a file cannot be read."""
         self.bad_frames = 0
         with open(path, "rb") as file:
             is_empty = not path.stat().st_size
@@ -66,7 +65,7 @@ class DamagedFile:
                 continue
 
     def _page(self, number: int) -> bytes:
-        """Zeros if it is not there."""
+        """Zeros if the page is not there."""
         at = self._in_log.get(number)
         source, at = (self._file, (number - 1) * PAGE) if at is None else (self._log, at)
         return bytes(source[at : at + PAGE]).ljust(PAGE, b"\0")
@@ -87,7 +86,7 @@ class DamagedFile:
             is_right = its_salt == salt and right == (*written,)
             if not is_right and not whole:
                 break
-            # The seed of the next frame is the checksum that this one names: one bad frame does not hide the others.
+            # The seed of the next frame is the checksum in this one: one bad frame does not hide the others.
             bad, seed = bad + (not is_right), (*written,)
             if its_salt == salt:
                 pages[number] = at + 24

@@ -1,10 +1,8 @@
 """Lists the agents of a store from their rows: no conversation is read, and no cache file touched. Any thread.
 
 Made for a hundred thousand agents: SQLite sorts and cuts out the page, and this module loads neither numpy nor
-pydantic's models.
-
-A first read takes the numbers of all agents in their order, 8 bytes each. Their rows follow in short reads, between
-which nothing of the store is held: the output may be a pager that a person has left open.
+pydantic's models. A first read takes the numbers of all agents in their order, 8 bytes each. Their rows follow in short
+reads, between which nothing of the store is held: the output may be a pager that a person has left open.
 """
 
 from array import array
@@ -34,7 +32,7 @@ _ROWS: Final = f"SELECT number, agent_id, key, version, head, unsaved, checksum,
 _SESSIONS: Final = "agent_id < ' '"
 """As `transcripts.IS_OF_SESSION`."""
 _AGENTS: Final = f"number NOT IN (SELECT number FROM agents WHERE {_SESSIONS})"
-"""An index has the others: no row is read for this."""
+"""An index has the rest: no row is read for this."""
 _ORDERS: Final[dict[Sort, str]] = {
     "used": "last_used DESC, number DESC",
     "size": f"{_COUNTS['size_bytes']} DESC, number",
@@ -45,14 +43,15 @@ _ORDERS: Final[dict[Sort, str]] = {
 
 @dataclass(frozen=True)
 class Page:
-    """Which agents to list, and in which order.
+    """The agents to list, and their order.
 
     Attributes:
-        sort: the most recently used, the largest, those with the most turns, or the first in alphabetical order first.
+        sort: the first are those used last, the largest, those with the most turns, or in alphabetical order.
         match: a pattern of the ids, with ``*``, ``?`` and ``[...]``.
         limit: most agents; ``None``: all.
-        offset: agents of this order that come before the page.
-        of_sessions: the conversations that sessions keep caches of, instead of agents. `match` is of sessions then.
+        offset: agents before the page.
+        of_sessions: the conversations that sessions keep caches of, instead of agents. `match` is then a pattern of
+            sessions.
     """
 
     sort: Sort = "used"
@@ -63,16 +62,10 @@ class Page:
 
 
 def list_agents(snapshot: Snapshot, page: Page) -> Iterator[list[dict[str, Any]]]:
-    """An entry for each agent of the page: as much of `AgentSummary` as its row holds, and ``size_bytes``, of its
-    transcript, pieces and blocks. A conversation has its ``session`` in place of ``agent_id``. The ``state`` is
-    ``unreadable`` only if that row is damaged. An agent that goes meanwhile is left out.
-
-    Returns:
-        a few hundred at a time.
-
-    Raises:
-        OSError, Damaged: the store cannot be read.
-    """
+    """An entry for each agent of the page, a few hundred at a time: as much of `AgentSummary` as its row holds, and
+    ``size_bytes``, of its transcript, pieces and blocks. A conversation has its ``session`` in place of ``agent_id``.
+    The ``state`` is ``unreadable`` only if that row is damaged. An agent removed meanwhile is left out. Raises
+    `OSError`, `Damaged`: the store cannot be read."""
     with snapshot() as connection:
         numbers = _numbers(connection, page)
     for first in range(0, len(numbers), AT_ONCE):

@@ -1,8 +1,8 @@
 """Makes a new database from what can be read of a damaged one. No worker has the store open.
 
-Every row proves itself by its checksum, and a chain of versions by the checksums that its rows have of each other. What
-proves nothing is not taken over, but an agent that was there stays known. Where a newer version may be lost, the agent
-is put at that version, which it does not have: a job that appends to it fails by name.
+A row proves itself by its checksum, and a chain of versions by its rows' checksums of each other. Only what is proved
+is taken over, but an agent that was there stays known. Where a newer version may be lost, the agent is put at that
+version, which it does not have: a job that appends to it fails by name.
 """
 
 import time
@@ -27,16 +27,16 @@ from stoker_worker.memory.files import Disk
 from stoker_worker.memory.transcripts import FORGETTER, AgentRow, TurnRecord
 
 _BAD_FRAMES_OF_ONE_FAULT: Final = 2
-"""A frame that names a wrong checksum makes the next one look wrong too."""
+"""A frame with a wrong checksum makes the next one look wrong too."""
 _LOST: Final = "lost id "
-"""Before the hash of an agent's id that no page has any more."""
+"""Before the hash of an agent's id that is on no page any more."""
 _LOST_ROW: Final = "its row is damaged: a newer version may be lost"
 _AGENT_COLUMNS, _TURN_COLUMNS = 16, 12
 _WITHOUT_PARENT: Final = (
     "parent IS NOT NULL AND NOT EXISTS (SELECT 1 FROM turns AS before WHERE before.agent = turns.agent"
     " AND before.version = turns.version - 1 AND before.checksum = turns.parent)"
 )
-"""A version that keeps something of one that is lost, so that no reader can come to it."""
+"""A version that keeps something of a lost one, so that it cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class _Salvage:
     Attributes:
         whole, refused, lost: as in `Salvaged`.
         _names: by agents' numbers: the ids that may be theirs.
-        _newest: by agents' numbers: the highest version that a row names.
+        _newest: by agents' numbers: the highest version in a row.
     """
 
     _to: Connection
@@ -131,8 +131,8 @@ class _Salvage:
             # No checksum covers the others, which count and order.
             counts = (x if isinstance(x, int | float) and abs(x) < 1e18 else 0 for x in row[7:-1])
             places = ", ".join(f"?{place}" for place in range(1, _AGENT_COLUMNS))
-            # If an agent has two rows, one lies in a page that lacks its newest change.
-            self._to.execute(  # the last column is by the clock of the store that was
+            # If an agent has two rows, one is on a page that lacks its newest change.
+            self._to.execute(  # the last column is by the old store's clock
                 f"INSERT OR REPLACE INTO agents SELECT {places}, 0 WHERE NOT EXISTS (SELECT 1 FROM agents"
                 " WHERE (number = ?1 OR agent_id = ?2) AND (number, version) > (?1, ?4))",
                 (*row[:7], *counts),
@@ -153,7 +153,7 @@ class _Salvage:
             self._to.execute("INSERT OR IGNORE INTO deliveries VALUES (?, ?, ?, ?, ?)", row)
 
     def _make_rows(self, numbers: Iterable[int], keys: Iterable[bytes]) -> None:
-        """For agents whose own rows are lost: from their ids, or the hashes of them, in the two indexes."""
+        """Insert agents whose own rows are lost, from their ids, or the hashes of them, in the two indexes."""
         others: list[str] = []
         for number in numbers:
             agent_id, *also = sorted(self._names[number])
@@ -169,14 +169,14 @@ class _Salvage:
                 self._to.execute("UPDATE OR IGNORE agents SET key = ? WHERE agent_id = ?", (key, _LOST + key.hex()))
 
     def _put(self, agent_id: str, number: int | None = None) -> None:
-        """At a version that the agent does not have."""
+        """Insert an agent at a version that it does not have."""
         if number is None:
             number = self._to.execute("SELECT coalesce(max(number), 0) + 1 FROM agents").fetchone()[0]
         row = AgentRow(number, agent_id, self._newest.get(number, 0) + 1)
         transcripts.put_row(self._to, row, last_used=time.time(), or_else="OR IGNORE")
 
     def _judge(self, agent_id: str, doubt: str | None, *, has_row: bool) -> None:
-        """True if the agent is whole, refuses or is lost."""
+        """Count the agent as whole, refused or lost."""
         if agent_id.startswith(_LOST):
             self.lost[agent_id] = "its id is lost; the name is the SHA-256 of the id"
             return
@@ -195,7 +195,7 @@ class _Salvage:
 
 
 def _open(folder: Path, root: int) -> tuple[DamagedFile, str | None]:
-    """The database, and why no agent's newest version in it is proved, if that is so. `root`: page of table `store`."""
+    """The database, and why no agent's newest version in it is proved, if so. `root`: page of table `store`."""
     path, testified = folder / NAME, Witness(folder).read()
     file = DamagedFile(path, whole_log=False)
     if testified is not None and _commits(file, root) >= testified:
@@ -210,6 +210,6 @@ def _open(folder: Path, root: int) -> tuple[DamagedFile, str | None]:
 
 
 def _commits(file: DamagedFile, root: int) -> int:
-    """-1: unknown."""
+    """The number of transactions; -1: unknown."""
     found = (values[1] for rowid, values in file.rows_in(root) if rowid == 1 and len(values) > 1)
     return next((commits for commits in found if isinstance(commits, int)), -1)

@@ -1,8 +1,8 @@
 """Reads a store and names what is wrong with it. Changes nothing; any thread, also beside a worker.
 
-A cache file without a row, or a row without its file, is no problem: files come and go while this looks, and `Upkeep`
-finds what a crash left. A file that is there must be intact and belong to its place. What is read at once is some
-agents, some answers or a part of a file, so that memory does not grow with the store.
+A cache file without a row, or a row without its file, is no problem: files come and go meanwhile, and `Upkeep` finds
+what a crash left. A file that is there must be intact and belong to its place. One read takes some agents, some answers
+or a part of a file, so that memory does not grow with the store.
 """
 
 import os
@@ -23,7 +23,7 @@ from stoker_worker.memory.transcripts import COLUMNS, IS_OF_SESSION, TurnRecord,
 Snapshot = Callable[[], AbstractContextManager[Connection]]
 
 _AT_ONCE: Final = 100
-"""Agents or answers in one look at the database: during a long one, the worker's WAL only grows."""
+"""Agents or answers in one read of the database: during a long one, the worker's WAL only grows."""
 _NO_AGENT: Final = "NOT EXISTS (SELECT 1 FROM agents WHERE number = agent)"
 _LOST: Final = {
     "{0}": "PRAGMA integrity_check",
@@ -35,7 +35,7 @@ _LOST: Final = {
     "its cache files take {0} bytes one by one, and {1} bytes together": "SELECT counted, cache_bytes"
     f" FROM store, (SELECT {COUNTED_BYTES} AS counted) WHERE counted != cache_bytes",
 }
-"""Rows that do not go together: a line for each row that the SQL finds."""
+"""Rows that do not match: a line for each row that the SQL finds."""
 
 
 def verify_store(parts: StoreParts) -> Iterator[str]:
@@ -50,13 +50,13 @@ def verify_store(parts: StoreParts) -> Iterator[str]:
 
 
 def damaged_agents(snapshot: Snapshot) -> Iterator[str]:
-    """A line for every row of an agent or a version that is damaged or missing. Raises `OSError`, `Damaged`."""
+    """A line for every damaged or missing row of an agent or a version. Raises `OSError`, `Damaged`."""
     sql = f"SELECT number, agent_id FROM agents WHERE number > ?1 AND NOT {IS_OF_SESSION} ORDER BY number LIMIT ?3"
     return _rows(snapshot, sql, (0, ""), "agent {1!r}", _agent)
 
 
 def damaged_answers(snapshot: Snapshot) -> Iterator[str]:
-    """A line for every answer to a job that is damaged. Raises `OSError`, `Damaged`."""
+    """A line for every damaged answer to a job. Raises `OSError`, `Damaged`."""
     sql = "SELECT agent, key FROM deliveries WHERE (agent, key) > (?, ?) ORDER BY agent, key LIMIT ?"
     return _rows(snapshot, sql, (-1, b""), "agent number {0}", _answer)
 
@@ -80,8 +80,8 @@ def _rows(
 
 
 def _agent(connection: Connection, number: int, agent_id: Any) -> Iterator[str]:
-    """Each version can be decoded and has the checksum of the one before it, and the agent's row that of the newest
-    one, whose transcript can be put together."""
+    """Each version must be readable and have the checksum of the one before it; the agent's row must have that of the
+    newest, whose transcript must be complete."""
     try:
         row = transcripts.find_agent(connection, str(agent_id))
     except Damaged as damage:
@@ -121,7 +121,7 @@ def _answer(connection: Connection, agent: int, key: bytes) -> Iterator[str]:
 
 
 def _files(parts: StoreParts, folder: Path, check: Callable[[StoreParts, Path, str], None]) -> Iterator[str]:
-    """Folder by folder, in order; without those that go meanwhile."""
+    """Folder by folder, in order; without files that go meanwhile."""
 
     def problem(path: Path) -> str | None:
         try:
@@ -155,7 +155,7 @@ def _check_block(parts: StoreParts, path: Path, name: str) -> None:
 
 
 def _check_piece(parts: StoreParts, path: Path, name: str) -> None:
-    """A crash may have left some of another version, which are never read."""
+    """A crash may have left pieces of another version, which are never read: those need only be intact."""
     if (match := PIECE_FILE.fullmatch(name)) is None:
         raise Damaged("has no name of a tail or snapshot")
     key = bytes.fromhex(match[2])
