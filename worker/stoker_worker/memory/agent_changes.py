@@ -2,9 +2,9 @@
 commands of the shell.
 
 A change is one transaction, which also remembers the delivery if a job asked: after a crash it has happened or it has
-not. With a shared store, it has happened once its version is there. Files that it makes are there before it, and
-files that go are removed after it: a crash in between leaves files that no row names, and never half an agent.
-`InFlight` keeps other processes off the agent meanwhile.
+not. With a shared store, it has happened once its version is there. New files are written before the transaction, and
+old ones are removed after it: a crash in between leaves files that no row names, and never half an agent. `InFlight`
+keeps other processes off the agent meanwhile.
 """
 
 import json
@@ -50,7 +50,7 @@ class Asked:
     """The delivery that asks for a change, and the condition of it.
 
     Attributes:
-        delivery: ``None``: a command of the shell asks.
+        delivery: ``None`` for a command of the shell.
         expect_version: the agent must be at this version.
         keep_versions: how many of its versions stay; ``None``: all, until its next turn.
     """
@@ -73,7 +73,7 @@ class Asked:
         return transcripts.delivery_key(agent_id, self.delivery) if self.delivery else None
 
     def remember(self, connection: Connection, agent: int, agent_id: str, result: AgentResult, *, version: int) -> None:
-        """`agent`: number of the changed agent, or `FORGETTER`."""
+        """Keep `result` for the delivery, if there is one. `agent`: number of the changed agent, or `FORGETTER`."""
         if (key := self.key(agent_id)) is not None:
             until = time.time() + transcripts.UNTIL_ENDED_S
             transcripts.remember_answer(connection, agent, key, result.model_dump_json(), until, version=version)
@@ -92,13 +92,13 @@ def naming(agent_id: str) -> Iterator[None]:
 
 
 def look(parts: StoreParts, agent_id: str) -> None:
-    """Bring in what other workers have made of the agent. Raises `SharedStoreAway`, `AgentTranscriptUnreadable`."""
+    """Bring in other workers' versions of the agent. Raises `SharedStoreAway`, `AgentTranscriptUnreadable`."""
     with naming(agent_id):
         parts.replica.look(agent_id)
 
 
 def exists(parts: StoreParts, agent_id: str) -> bool:
-    """The agent exists, whole or damaged. Raises `AgentTranscriptUnreadable`, `OSError`."""
+    """True if the agent exists, whole or damaged. Raises `AgentTranscriptUnreadable`, `OSError`."""
     with naming(agent_id), parts.database.snapshot() as connection:
         return transcripts.find_agent(connection, agent_id) is not None
 
@@ -109,7 +109,7 @@ def readable(connection: Connection, agent_id: str) -> AgentState:
     Raises:
         AgentNotFound: there is no such agent.
         AgentTranscriptUnreadable: its transcript is damaged, or lacks the last turn.
-        Damaged: even whether there is such an agent is unknown.
+        Damaged: it is unknown whether there is such an agent.
     """
     state = transcripts.read_agent(connection, agent_id)
     if state.problem is not None:
@@ -120,13 +120,8 @@ def readable(connection: Connection, agent_id: str) -> AgentState:
 
 
 def check_vacant(connection: Connection, agent_id: str) -> None:
-    """Raises unless an agent of this id can be made.
-
-    Raises:
-        AgentExists: it exists.
-        AgentMemoryError: no agent can have this id.
-        Damaged: that cannot be known.
-    """
+    """Raises `AgentExists`: there is such an agent; `AgentMemoryError`: no agent can have this id; `Damaged`: that is
+    unknown."""
     try:
         _AGENT_ID.validate_python(agent_id)
     except ValidationError as error:
@@ -136,7 +131,7 @@ def check_vacant(connection: Connection, agent_id: str) -> None:
 
 
 def version_of(connection: Connection, record: TurnRecord, result: AgentResult | None = None) -> NextVersion:
-    """Makes the agent's next version of a record, with the answer to the job that asked for it."""
+    """The agent's next version from a record, with the answer to the job that asked for it."""
     cache = record.about.cache
     layout = None if cache is None else cache_index.read_model(connection, cache.model)
     answer = None if result is None or record.delivery is None else result.model_dump_json()
@@ -152,14 +147,9 @@ def write_with_cache(
     piece_bytes: int = 0,
     keep_versions: int | None = None,
 ) -> int:
-    """Make `record` the agent's newest version, within a transaction; returns the agent's number.
-
-    Args:
-        row: ``None`` for a new agent.
-        chain: of the tokens that are cached.
-        piece_bytes: allocated bytes of the tail and the snapshots.
-        keep_versions: as in `Asked`.
-    """
+    """Make `record` the agent's newest version, within a transaction; returns the agent's number. `row`: ``None`` for a
+    new agent. `chain`: of the cached tokens. `piece_bytes`: allocated bytes of the tail and the snapshots.
+    `keep_versions`: as in `Asked`."""
     keep_versions = keep_versions or record.version
     row = transcripts.write_version(connection, row, record, keep_versions=keep_versions, piece_bytes=piece_bytes)
     cache_index.use_chain(connection, row.number, chain, now=record.about.saved_at)
@@ -167,12 +157,12 @@ def write_with_cache(
 
 
 def fork_agent(parts: StoreParts, source: str, target: str, asked: Asked = BY_COMMAND) -> AgentForked:
-    """Make agent `target` with the transcript and the cache of `source`'s newest version. Of the deliveries it gets the
-    fork's alone: the others were answered for the other agent.
+    """Make agent `target` with the transcript and the cache of `source`'s newest version. Of the deliveries it gets
+    only the fork's: the others were answered for the other agent.
 
     Raises:
         AgentNotFound: there is no `source`.
-        AgentExists: there is a `target`.
+        AgentExists, AgentMemoryError: there is a `target`, or no agent can have that id.
         AgentTranscriptUnreadable: the transcript of `source` is damaged or lacks its last turn.
         AgentVersionConflict: see `Asked`.
         VersionTaken, SharedStoreAway: as `StoreParts.commit_next`.
@@ -207,7 +197,7 @@ def fork_agent(parts: StoreParts, source: str, target: str, asked: Asked = BY_CO
         with naming(target):
             parts.commit_next(next_version, change)
     except AgentExists:
-        raise  # its files have the same names
+        raise  # the other agent's files have the same names
     except Exception:
         parts.pieces.remove(pieces)
         raise
@@ -218,8 +208,8 @@ def fork_agent(parts: StoreParts, source: str, target: str, asked: Asked = BY_CO
 def _open_version(
     parts: StoreParts, source: str, base: AgentVersion, asked: Asked, files: ExitStack
 ) -> tuple[AgentVersion, dict[Path, BinaryIO]]:
-    """The newest version of `source`, and its tail and snapshots by the paths that the version after `base` will have
-    them at; open, so that they outlast a turn of `source`."""
+    """The newest version of `source`, and its open tail and snapshots by the paths that the version after `base` will
+    have: open files outlast a turn of `source`."""
     target, number = base.agent_id, base.number + 1
     while True:
         with naming(source), parts.database.snapshot() as connection:
@@ -233,14 +223,14 @@ def _open_version(
                 opened[ours] = files.enter_context(path.open("rb"))
         with naming(source), parts.database.snapshot() as connection:
             row = transcripts.find_agent(connection, source)
-        if row is not None and row.head == version.head:  # no turn has removed some of them before they were open
+        if row is not None and row.head == version.head:  # no turn has removed a file before it was open
             return version, opened
 
 
 def roll_back(
     parts: StoreParts, agent_id: str, version: int | None = None, asked: Asked = BY_COMMAND
 ) -> AgentRolledBack:
-    """Make the transcript of `version`, by default the one before the newest, the agent's next version: versions only
+    """Make the transcript of `version`, by default the one before the newest, the agent's next version: numbers only
     grow. The newest may be unreadable, or lack its last turn. Of the cache only the full blocks are left.
 
     Raises:
@@ -255,8 +245,8 @@ def roll_back(
 
 
 def close_number(parts: StoreParts, agent_id: str) -> None:
-    """Make the agent's newest version its next one: a version of that number, which is on its way to the shared store,
-    comes too late. An agent that cannot be read stays as it is. Raises `VersionTaken`, `SharedStoreAway`, `OSError`,
+    """Make the agent's newest version its next one too, so that a version of that number on its way to the shared store
+    comes too late. An unreadable agent stays as it is. Raises `VersionTaken`, `SharedStoreAway`, `OSError`,
     `Damaged`."""
     with parts.database.snapshot() as connection:
         row = transcripts.find_agent(connection, agent_id)
@@ -309,7 +299,7 @@ def _go_back(parts: StoreParts, agent_id: str, version: int | None, asked: Asked
 
 
 def _goal(connection: Connection, row: AgentRow, version: int | None) -> int:
-    """Raises `AgentNotFound` when there is no such version."""
+    """The version to return to. Raises `AgentNotFound`: there is no such version."""
     to = row.version - 1 if version is None else version
     if version is None and to == 0:
         raise AgentNotFound(f"agent {row.agent_id!r} has no version before its first one")
@@ -328,14 +318,11 @@ def forget_agent(
     *,
     only_here: bool = False,
 ) -> AgentForgotten:
-    """Remove the agent, whole or damaged, and the blocks that only it used and nobody here counts on. With a
-    shared store its next version there is an empty one.
-
-    Args:
-        only_here: other machines may keep it.
+    """Remove the agent, whole or damaged, and the blocks that only it used and no work here holds. With a shared store
+    its next version there is an empty one, except with `only_here`: other machines may keep the agent.
 
     Raises:
-        AgentTranscriptUnreadable: whether there is such an agent cannot be known.
+        AgentTranscriptUnreadable: it is unknown whether there is such an agent.
         AgentVersionConflict: see `Asked`.
         VersionTaken, SharedStoreAway: as `StoreParts.commit_next`.
         OSError: it could not be removed; or it is removed, but some of its cache files are not.
@@ -348,7 +335,7 @@ def forget_agent(
         else:
             version = _empty_version(parts, agent_id, asked)
             removed = parts.commit_next(version, change)
-    if removed is None:  # here it is removed later
+    if removed is None:  # the commit here failed: it is removed later
         assert version is not None
         assert version.result is not None
         return AgentForgotten.model_validate_json(version.result)
@@ -362,7 +349,7 @@ def _empty_version(parts: StoreParts, agent_id: str, asked: Asked) -> NextVersio
         row = transcripts.find_agent(connection, agent_id)
     asked.check(agent_id, row.version if row else 0)
     newest = row.version if row and row.version else parts.replica.forgotten(agent_id).number
-    # Without the blocks that go: those are this machine's.
+    # Without the counts of blocks, which are this machine's.
     answer = AgentForgotten(
         job_id=asked.job_id, agent_id=agent_id, existed=row is not None, version=row.version if row else 0
     )
@@ -370,8 +357,7 @@ def _empty_version(parts: StoreParts, agent_id: str, asked: Asked) -> NextVersio
 
 
 def forget_unused(parts: StoreParts, agents: Sequence[str]) -> list[str]:
-    """Remove these agents here; returns those that are removed. One that cannot be keeps no other from it, and is
-    logged."""
+    """Remove these agents here; returns those that are removed. A failure is logged, and does not stop the others."""
     gone = []
     changes = parts.database.commit_each([
         partial(_remove, parts=parts, agent_id=agent_id, asked=BY_COMMAND) for agent_id in agents
@@ -387,7 +373,7 @@ def forget_unused(parts: StoreParts, agents: Sequence[str]) -> list[str]:
 
 
 class _Removed(NamedTuple):
-    """`blocks`: nothing refers to them any more, and their files are still there."""
+    """`blocks`: nothing refers to them any more, and their files still exist."""
 
     answer: AgentForgotten
     blocks: list[Block]
@@ -431,7 +417,8 @@ def _ends_of_chains(connection: Connection, row: AgentRow) -> list[bytes]:
 
 
 def _take_blocks(parts: StoreParts, connection: Connection, ends: Sequence[bytes]) -> tuple[list[Block], list[Block]]:
-    """Remove the rows of the blocks before these ends that nothing refers to; returns them, and the others."""
+    """Remove the rows of the blocks in these chains that nothing refers to or holds; returns these blocks, and the
+    others."""
     going, shared, now = [], dict[str, Block](), time.time()
     for end in ends:
         for block in cache_index.chain_back(connection, end):
@@ -446,8 +433,8 @@ def _take_blocks(parts: StoreParts, connection: Connection, ends: Sequence[bytes
 
 
 def _remove_checkpoints(parts: StoreParts, connection: Connection, blocks: Iterable[Block]) -> None:
-    """Remove the checkpoints of these blocks that have tokens behind them which nobody else is known to have. Before
-    the commit: a crash leaves none. Raises `OSError`."""
+    """Remove those checkpoints of these blocks whose tokens after the block nobody else is known to have. Before the
+    commit, so that a crash leaves none. Raises `OSError`."""
     for block in blocks:
         path = parts.blocks.both(block.model, block.address)[1]
         _, ids = read_place(path) or ("", ())
@@ -460,7 +447,7 @@ def _remove_checkpoints(parts: StoreParts, connection: Connection, blocks: Itera
 
 
 def _files_behind(parts: StoreParts, connection: Connection, block: Block) -> Iterator[Path]:
-    """Files of those who go on behind the block."""
+    """Files of the agents and blocks that continue after the block."""
     for agent_id, version in cache_index.agents_at(connection, block.address):
         yield from parts.pieces.paths(agent_id, version)
     for address in cache_index.blocks_after(connection, block.address):

@@ -1,19 +1,18 @@
-"""The cache on disk: the addresses of its blocks, the format of its files and the folders that they are in.
+"""The cache on disk: block addresses, the file format and the folders of the files.
 
-A full block has an address: a chained SHA-256 over the model, the salt and every token up to the block's end. Blocks of
-the same address hold the same cache: agents share them, and blocks of different salts never mix. A block may have a
-checkpoint beside it: all that is needed to go on at its end or up to 255 tokens behind it, shared in the same way. Each
+A full block's address is a chained SHA-256 over the model, the salt and every token up to the block's end. Blocks of
+one address hold the same cache: agents share them, and blocks of different salts never mix. A block may have a
+checkpoint beside it, shared in the same way: all that is needed to go on at its end or up to 255 tokens after it. Each
 agent's newest version has pieces of its own: the tail or the snapshots.
 
-A file is a safetensors file that is written once and never changed. A reader builds the header that it expects (model,
-cache layout, parent, token ids) and compares bytes, so no content of a file is trusted unseen. Writing streams the
-engine's arrays without a copy; reading fills memory of the caller. Two threads may write or remove the same block: at
-worst it is computed again. Files that a crash leaves behind are overwritten or found by `Upkeep`.
+A safetensors file is written once and never changed. A reader builds the header that it expects (model, cache layout,
+parent, token ids) and compares bytes, so it trusts no content unseen. A writer streams the engine's arrays without a
+copy; a reader fills memory of the caller. Two threads may write or remove the same block: at worst it is computed
+again. Files that a crash leaves behind are overwritten or found by `Upkeep`.
 
-Blocks may be stored in 8 or 4 bits per element: affine, in groups of neighbours along the head's dim. An element is
-``q * scale + bias`` with its group's float32 scale and bias. The error is at most half a scale, and the rounding of the
-element's dtype. No group spans two tokens, so elements that were read from one block and written to another do not
-change again.
+Blocks may be stored in 8 or 4 bits per element, in groups along the head dimension: an element is ``q * scale + bias``
+with its group's float32 scale and bias. The error is at most half a scale, and the rounding of the element's dtype. No
+group spans two tokens, so elements that were read from one block and written to another do not change again.
 
 Addresses, layouts and quantising are pure. Loader threads read files, finisher threads write them.
 """
@@ -50,7 +49,7 @@ _FINGERPRINT: Final = re.compile(r"[0-9a-f]+")
 
 @dataclass(frozen=True)
 class BlockChain:
-    """The full blocks of `token_ids`, as one model caches them under one salt. Hashed once, when first asked.
+    """The full blocks of `token_ids`, as one model caches them under one salt; hashed once, on first use.
 
     Attributes:
         model: fingerprint of the model.
@@ -63,7 +62,6 @@ class BlockChain:
 
     @property
     def n_blocks(self) -> int:
-        """Number of full blocks."""
         return len(self.token_ids) // BLOCK_TOKENS
 
     @cached_property
@@ -91,7 +89,7 @@ class BlockChain:
 
     @property
     def rest(self) -> tuple[int, ...]:
-        """The tokens behind the last full block."""
+        """The tokens after the last full block."""
         return self.token_ids[self.n_blocks * BLOCK_TOKENS :]
 
     def parent(self, index: int) -> str:
@@ -99,17 +97,16 @@ class BlockChain:
         return self.addresses[index - 1] if index else self.root
 
     def block(self, index: int) -> tuple[int, ...]:
-        """The tokens of block `index`; fewer than a block's where the chain ends."""
+        """The tokens of block `index`; fewer than 256 at the chain's end."""
         return self.token_ids[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
 
     def up_to(self, n_tokens: int) -> "BlockChain":
-        """The chain of the first `n_tokens` tokens."""
         first = BlockChain(self.model, self.salt, self.token_ids[:n_tokens])
         first.__dict__["addresses"] = self.addresses[: first.n_blocks]  # nothing is hashed twice
         return first
 
     def paths(self, path_of: PathOf) -> tuple[Path, ...]:
-        """The files of the full blocks; none if the model is no fingerprint: no record may choose a path."""
+        """The files of the full blocks; none if `model` is not a fingerprint, so that no record can choose a path."""
         return tuple(path_of(self.model, address) for address in self.addresses) if self.has_fingerprint else ()
 
     @property
@@ -129,7 +126,7 @@ def _next_address(parent: str, packed: bytes | memoryview) -> str:
 PieceKind = Literal["block", "tail", "snapshot"]
 """``block``: a full block, shared by all agents of one salt. ``tail``: an agent's last, partial block, if the model has
 full attention alone. ``snapshot``: what is needed beside full blocks to go on after some tokens, an agent's own or a
-checkpoint: K/V of full attention behind the last block, then the window and recurrent layers."""
+checkpoint: K/V of full attention after the last block, then the window and recurrent layers."""
 
 _SAFETENSORS_NAMES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint8": "U8"}
 
@@ -153,12 +150,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """The data of one file.
-
-    Attributes:
-        cache: the model's `ModelCacheSpec.describe()`.
-        tensors: one after the other, without gaps.
-    """
+    """The data of one file: `tensors` without gaps; `cache` is the model's `ModelCacheSpec.describe()`."""
 
     cache: str
     tensors: tuple[Tensor, ...]
@@ -185,7 +177,7 @@ class CacheLayout:
 
 @lru_cache(maxsize=300)
 def layout_of(spec: ModelCacheSpec, kind: PieceKind, n_tokens: int) -> CacheLayout:
-    """The layout of a block or tail of `n_tokens` tokens, or of a snapshot after that many. Cached."""
+    """The layout of a block or tail of `n_tokens` tokens, or of a snapshot after that many."""
     parts: list[Tensor] = []
     states: list[Tensor] = []
     n_kv = n_tokens % BLOCK_TOKENS if kind == "snapshot" else n_tokens
@@ -204,7 +196,7 @@ def layout_of(spec: ModelCacheSpec, kind: PieceKind, n_tokens: int) -> CacheLayo
 
 
 def is_quantised(spec: ModelCacheSpec, kind: PieceKind) -> bool:
-    """Blocks may be; tails and snapshots are replaced every turn."""
+    """Only blocks are: tails and snapshots are replaced every turn."""
     return kind == "block" and spec.store_dtype != "native"
 
 
@@ -222,7 +214,7 @@ def empty_states(spec: ModelCacheSpec, n_tokens: int) -> tuple[LayerState, ...]:
 
 
 def fits(spec: ModelCacheSpec, layers: tuple[LayerKV, ...], n_tokens: int) -> bool:
-    """True if arrays of another maker have the shapes and dtype of the full-attention layers' cache."""
+    """True if the arrays have the shapes and dtype of the full-attention layers' cache of `n_tokens` tokens."""
     dtype = as_uint16_if_bfloat16(spec.dtype)
     return [(keys.shape, values.shape) for keys, values in layers] == _kv_shapes(spec, n_tokens) and all(
         array.dtype == dtype for pair in layers for array in pair
@@ -230,17 +222,16 @@ def fits(spec: ModelCacheSpec, layers: tuple[LayerKV, ...], n_tokens: int) -> bo
 
 
 def state_fits(spec: ModelCacheSpec, states: tuple[LayerState, ...], n_tokens: int) -> bool:
-    """True if arrays of another maker have the shapes and dtypes of a snapshot after `n_tokens` tokens."""
+    """True if the arrays have the shapes and dtypes of a snapshot after `n_tokens` tokens."""
     return [[(array.shape, array.dtype) for array in arrays] for arrays in states] == _state_arrays(spec, n_tokens)
 
 
 def _kv_shapes(spec: ModelCacheSpec, n_tokens: int) -> list[tuple[tuple[int, int, int], tuple[int, int, int]]]:
-    """The shapes of keys and values of each full-attention layer."""
     return [((x.n_kv_heads, n_tokens, x.key_dim), (x.n_kv_heads, n_tokens, x.value_dim)) for x in spec.full_layers]
 
 
 def _state_arrays(spec: ModelCacheSpec, n_tokens: int) -> list[list[tuple[tuple[int, ...], "np.dtype[Any]"]]]:
-    """The arrays of each window and recurrent layer."""
+    """Shape and dtype of each array of the window and recurrent layers."""
     layers = (layer.snapshot_arrays(n_tokens, spec.dtype) for layer in spec.snapshot_layers)
     return [[(array.shape, as_uint16_if_bfloat16(array.dtype)) for array in layer] for layer in layers]
 
@@ -277,8 +268,8 @@ class CachePiece:
     Attributes:
         model: fingerprint of the model.
         parent: address of the block before it, or the chain's root.
-        token_ids: the tokens whose cache it holds; of a snapshot: those between `parent` and the snapshot.
-        after_tokens: of a snapshot: how many tokens of the conversation come before it.
+        token_ids: the tokens whose cache it holds; for a snapshot, those between `parent` and the snapshot.
+        after_tokens: for a snapshot, the number of tokens before it.
     """
 
     kind: PieceKind
@@ -327,8 +318,8 @@ class CachePiece:
         return len(self.header) + self.layout.n_bytes
 
     def encode(self, layers: tuple[LayerKV, ...], offset: int, states: tuple[LayerState, ...] = ()) -> Iterator[Chunk]:
-        """Its bytes, from arrays in which its tokens start at `offset`, and a snapshot's states; copied only if
-        quantised."""
+        """The file's bytes, from arrays in which the piece's tokens start at `offset`, and a snapshot's `states`;
+        copied only if quantised."""
         stop = offset + len(self.token_ids)
         arrays: Iterable[Array] = (array[:, offset:stop] for array in chain.from_iterable(layers))
         if self.is_quantised:
@@ -339,10 +330,8 @@ class CachePiece:
         return self._encode([*rows, *map(_bytes_of, chain.from_iterable(states))])
 
     def load(self, path: Path, targets: Sequence[memoryview]) -> Fault | None:
-        """Read a file's data into `targets` (`layout.n_bytes` in all) and verify the whole file.
-
-        After a fault the targets hold anything.
-        """
+        """Read a file's data into `targets` (`layout.n_bytes` in all) and verify the whole file. After a fault the
+        targets hold anything."""
         try:
             with open(path, "rb", buffering=0) as file:
                 return self._load(file, targets)
@@ -364,7 +353,6 @@ class CachePiece:
                 rows[:] = next(arrays)[:, :n_tokens]
 
     def _views(self, data: Array) -> Iterator[Array]:
-        """The tensors in loaded data."""
         at = 0
         for tensor in self.layout.tensors:
             yield data[at : at + tensor.n_bytes].view(tensor.travel_dtype).reshape(tensor.shape)
@@ -398,7 +386,7 @@ class CachePiece:
 
 
 def is_intact(file: FileIO) -> bool:
-    """Returns whether the checksum of a cache file, of any piece, matches."""
+    """True if the checksum of a cache file, of any piece, matches."""
     file.seek(0)
     head = bytearray(file.read(_CHECKSUM_AT + 32))
     stored = bytes(head[_CHECKSUM_AT:])
@@ -410,8 +398,8 @@ def is_intact(file: FileIO) -> bool:
 
 
 def read_metadata(file: FileIO | BytesIO) -> dict[str, Any]:
-    """The metadata of an intact cache file, or of its beginning. Raises `ValueError` when it is not JSON of that
-    shape."""
+    """The metadata of a cache file, from its header. Raises `ValueError`, `TypeError`, `KeyError`, `RecursionError`:
+    there is none, because the file is damaged or of another writer."""
     file.seek(0)
     size = int.from_bytes(file.read(8), "little")
     metadata = json.loads(file.read(min(size, 64 * _READ_BYTES)))["__metadata__"]
@@ -421,15 +409,15 @@ def read_metadata(file: FileIO | BytesIO) -> dict[str, Any]:
 
 
 def read_place(path: Path) -> tuple[str, tuple[int, ...]] | None:
-    """As `place_in`; ``None`` also if the file is not there."""
+    """As `place_in`; ``None`` also if the file cannot be read."""
     with suppress(OSError), open(path, "rb", buffering=0) as file:
         return place_in(file)
     return None
 
 
 def place_in(file: FileIO | BytesIO) -> tuple[str, tuple[int, ...]] | None:
-    """The block before a cache file, and the file's tokens, as its header has them: whoever uses the file verifies
-    both. ``None``: it has none."""
+    """The address before a cache file's tokens, and these tokens, as its header has them: the user of the file verifies
+    both. ``None``: the header has none."""
     with suppress(ValueError, TypeError, KeyError, RecursionError):
         about = read_metadata(file)
         ids = str(about["token_ids"])
@@ -447,15 +435,15 @@ def _bytes_of(array: Array) -> memoryview:
 
 
 MOST_SNAPSHOTS: Final = 2
-"""A version has at most two: one before the prompt's last token, and one at the end of the turn."""
+"""Of a version: one before the prompt's last token, and one at the end of the turn."""
 
 _PIECES: Final = ("tail", *(f"snapshot-{index}" for index in range(MOST_SNAPSHOTS)))
 
 Pieces = Mapping[Path, Iterable[Chunk]]
-"""The tail and the snapshots of a version: the bytes of each file."""
+"""The bytes of a version's tail and snapshots, by file."""
 
 Places = Sequence[tuple[int, Path]]
-"""After how many tokens snapshots were taken, ascending, and their files."""
+"""Snapshots: after how many tokens they were taken, ascending, and their files."""
 
 
 _CHECKPOINT: Final = "-checkpoint"
@@ -469,12 +457,12 @@ PIECE_FILE: Final = re.compile(
 
 
 def checkpoint_beside(block: Path) -> Path:
-    """The file of the checkpoint after a block: at its end, or up to 255 tokens behind it."""
+    """The checkpoint's file for a block's file."""
     return block.with_name(f"{block.stem}{_CHECKPOINT}{block.suffix}")
 
 
 def block_beside(path: Path) -> Path:
-    """The block of a checkpoint's file; a block's file itself."""
+    """The block's file for a checkpoint's file; a block's file itself."""
     return path.with_name(path.name.replace(_CHECKPOINT, ""))
 
 
@@ -483,7 +471,7 @@ class SavedBlocks:
     """Allocated bytes of files, by the index of their block in a chain.
 
     Attributes:
-        blocks: from the first one on that was missing.
+        blocks: from the first one that was missing.
         outlived: snapshots that become checkpoints once the turn is committed: their files now and then.
     """
 
@@ -507,20 +495,20 @@ class BlockFolder:
         return self.path / model[:16] / address[:2] / f"{address}.safetensors"
 
     def both(self, model: str, address: str) -> tuple[Path, Path]:
-        """The files of a block and of its checkpoint. Either may not be there."""
+        """The files of a block and of its checkpoint. Either may be missing."""
         block = self.path_of(model, address)
         return block, checkpoint_beside(block)
 
     def n_there(self, chain: BlockChain) -> int:
-        """How many of the chain's full blocks, from the first on, are there."""
+        """How many of the chain's leading full blocks have files."""
         return sum(1 for _ in takewhile(is_there, chain.paths(self.path_of)))
 
     def save(
         self, chain: BlockChain, cache: SequenceCache, spec: ModelCacheSpec, *, before: Places = ()
     ) -> SavedBlocks:
-        """Write every full block of `chain` and the cache's checkpoints, except those that are there. `before`:
-        snapshots within `chain` of the turn before it. The last one outlives that turn, as the checkpoint of its block,
-        unless there is one. Raises `OSError`: not all of them could be written."""
+        """Write the full blocks of `chain` and the cache's checkpoints that are missing. `before`: the snapshots of the
+        turn before within `chain`; the last one becomes the checkpoint of its block, unless that has one. Raises
+        `OSError`: not all of them could be written."""
         paths: dict[int, Path] = {}
         missing: dict[Path, Iterable[Chunk]] = {}
         # A model without full-attention layers has no blocks.
@@ -556,19 +544,18 @@ class PieceFolder:
         self._writer = writer
 
     def paths(self, agent_id: str, version: int) -> list[Path]:
-        """The places of the tail and the snapshots of this version, in this order. Not all need be there."""
+        """The files of the version's tail and snapshots, in this order. Not all need exist."""
         name = hashlib.sha256(agent_id.encode()).hexdigest()
         start = f"{self.path}/{name[:2]}/{name[:32]}-{version}-"  # many are made: joining paths takes longer
         return [Path(f"{start}{piece}.safetensors") for piece in _PIECES]
 
     def snapshots(self, agent: AgentVersion) -> Places:
-        """The snapshots of this version. Their files may have been evicted."""
+        """The version's snapshots. Their files may have been evicted."""
         counts = agent.cache.snapshots if agent.cache else ()
         return tuple(zip(counts, self.paths(agent.agent_id, agent.number)[1:], strict=False))
 
     def write(self, pieces: Pieces) -> int:
-        """Write the files; returns their allocated bytes. Raises `OSError`: not all of them could be written; none is
-        left."""
+        """Write the files; returns their allocated bytes. Raises `OSError`: some could not be written; none is left."""
         try:
             self._writer.put_all(pieces)
             return sum(map(allocated_bytes, pieces))
@@ -579,8 +566,8 @@ class PieceFolder:
     def keep_only(
         self, pieces: Container[Path], agent_id: str, version: int, *, outlived: Mapping[Path, Path] | None = None
     ) -> None:
-        """Remove the other files of this version, which a crash may have left, and those of the one before it, unless
-        they are `outlived`, as in `SavedBlocks`. Never raises."""
+        """Remove this version's other files, which a crash may have left, and those of the version before; `outlived`
+        (see `SavedBlocks`) are renamed instead. Never raises."""
         for source, target in (outlived or {}).items():
             with suppress(OSError):
                 self._writer.make_folder(target.parent)  # a model without full attention has no blocks
@@ -589,7 +576,7 @@ class PieceFolder:
         self.remove(path for path in places if path not in pieces)
 
     def remove(self, paths: Iterable[Path]) -> None:
-        """Remove those that are there. Never raises: `Upkeep` finds what is left."""
+        """Remove those that exist. Never raises: `Upkeep` finds what is left."""
         for path in paths:
             with suppress(OSError):
                 self._writer.files.remove(path)
@@ -598,8 +585,9 @@ class PieceFolder:
 def _checkpoint_to_write(
     path: Path, chain: BlockChain, spec: ModelCacheSpec, taken: Sequence[Snapshot]
 ) -> Snapshot | None:
-    """Of the snapshots behind one block, its checkpoint; ``None``: `path` is one within `chain`. In place of one that
-    other prompts use, the first, which they may share; else the last, which saves most."""
+    """Which of the snapshots after one block becomes its checkpoint; ``None``: `path` has one within `chain` already.
+    In place of another prompts' checkpoint it is the first, which they may share; otherwise the last, which saves
+    most."""
     if (place := read_place(path)) is None:
         return taken[-1]
     start = taken[0].n_tokens // BLOCK_TOKENS * BLOCK_TOKENS
@@ -609,7 +597,7 @@ def _checkpoint_to_write(
 
 
 def _has_size(path: Path, n_bytes: int) -> bool:
-    """Returns whether the file is there, and not cut short. Its content is verified when it is loaded, not here."""
+    """True if the file exists and is not cut short. Its content is verified when it is loaded, not here."""
     try:
         return path.stat().st_size == n_bytes
     except FileNotFoundError:
@@ -624,14 +612,14 @@ Quantised = tuple[Array, Array, Array]
 
 
 def packed_shapes(shape: tuple[int, int, int], bits: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Shapes of the elements and of the scales (and biases) of an array of `shape`."""
+    """Shapes of the elements and of the scales (and biases) for an array of `shape`."""
     heads, tokens, dim = shape
     return (heads, tokens, -(-dim * bits // 8)), (heads, tokens, dim // group_size(dim))
 
 
 def quantise(array: Array, bits: int) -> Quantised:
-    """`array`: (heads, tokens, dim) in float32, float16, or uint16 that holds bfloat16. No working model has elements
-    beyond 1e35, infinite or NaN: their groups come back as anything."""
+    """`array`: (heads, tokens, dim) in float32, float16, or bfloat16 as uint16. Groups with elements beyond 1e35,
+    infinite or NaN, which no working model has, come back as anything."""
     heads, tokens, dim = array.shape
     group = group_size(dim)
     wide = _as_float32(array).reshape(heads, tokens, dim // group, group)
@@ -647,7 +635,7 @@ def quantise(array: Array, bits: int) -> Quantised:
 
 
 def dequantise(quantised: Quantised, bits: int, target: Array) -> None:
-    """Fill `target` (heads, tokens, dim), in a dtype as `quantise` takes them; bfloat16 is rounded to nearest even."""
+    """Fill `target` (heads, tokens, dim; dtypes as in `quantise`); bfloat16 is rounded to nearest even."""
     elements, scales, biases = quantised
     heads, tokens, dim = target.shape
     if bits == 4:
@@ -669,7 +657,7 @@ def _as_float32(array: Array) -> Array:
 
 
 def _to_bfloat16(array: Array) -> Array:
-    """The upper halves of float32, rounded to nearest even; the elements are finite."""
+    """The upper halves of finite float32, rounded to nearest even."""
     bits: NDArray[np.uint32] = array.view(np.uint32)
     rounded: Array = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
     return rounded

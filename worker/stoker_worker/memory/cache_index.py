@@ -1,10 +1,11 @@
-"""The index of the cache files, in the database: which blocks there are, who uses them, and how many bytes. Any thread.
+"""The index of the cache files, in the database: which blocks there are, what uses them, and their bytes. Any thread.
 
-It only decides what may be evicted, and counts; a lookup asks the disk. An agent refers to the last block of its chain
-that is on disk, and each block to the one before it: so a turn changes a few rows, however long its conversation, and
-a block is in use as long as an agent or another block refers to it. A checkpoint is in the row of its block, and goes
-with it. A model without full attention has rows of blocks without files. Runs inside `Database.snapshot` or a change of
-`Database.commit`; owns the table `blocks`, `store.cache_bytes`, and the columns of `agents` that are about cache files.
+It only decides what may be evicted, and counts; a lookup asks the disk. An agent refers to the last block of its chain,
+and each block to the one before it: so a turn changes a few rows, however long its conversation, and a block is in use
+as long as an agent or another block refers to it. A checkpoint is in the row of its block, and goes with it. A model
+without full attention has rows of blocks without files. Runs inside `Database.snapshot` or a change of
+`Database.commit`; owns the tables `blocks` and `models`, `store.cache_bytes`, and the columns of `agents` about cache
+files.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,11 +23,11 @@ class Block:
     """A block on disk.
 
     Attributes:
-        model: the first 16 characters of the model's fingerprint, which are part of the path.
+        model: the first 16 characters of the model's fingerprint, as in the path.
         n_bytes: allocated.
-        checkpoint_bytes: those of its checkpoint; 0: it has none.
-        n_users: agents whose cache ends at this block, and blocks that follow it; `_MOST_USERS` of each kind are
-            counted.
+        checkpoint_bytes: allocated for its checkpoint; 0: it has none.
+        n_users: agents whose cache ends at this block, and blocks that follow it, at most `_MOST_USERS` of each; 0 in
+            the results of `worst_checkpoints` and `block_sizes`, which do not count them.
     """
 
     address: str
@@ -63,7 +64,7 @@ COUNTED_BYTES: Final = (
     "((SELECT coalesce(sum(n_bytes + checkpoint_bytes), 0) FROM blocks)"
     " + (SELECT coalesce(sum(piece_bytes), 0) FROM agents))"
 )
-"""The bytes of all cache files in the index, one by one. Reads all rows."""
+"""The summed bytes of all cache files in the index. Reads all rows."""
 
 
 def cache_bytes(connection: Connection) -> int:
@@ -95,12 +96,11 @@ def add_blocks(connection: Connection, chain: BlockChain, sizes: Mapping[int, in
 def add_checkpoints(
     connection: Connection, chain: BlockChain, sizes: Mapping[int, int], *, can_be_cut: bool, now: float
 ) -> None:
-    """Enter checkpoints: allocated bytes by the index of their block in `chain`. One saves the tokens since the
-    checkpoint before it; where the blocks `can_be_cut`, only some behind its block. Those that are known keep the
-    number of their uses."""
+    """Enter checkpoints: allocated bytes by the index of their block in `chain`. A checkpoint saves the tokens since
+    the one before it, or at most a block where blocks `can_be_cut`. A known one keeps the number of its uses."""
     for index, n_bytes in sorted(sizes.items()):
         known = _bytes_of(connection, chain.addresses[index])
-        if known is not None:  # else the block has been removed meanwhile, and its checkpoint is an orphan
+        if known is not None:  # else the block was removed meanwhile, and its checkpoint is an orphan
             others = (n for n in range(index - 1, -1, -1) if (_bytes_of(connection, chain.addresses[n]) or (0, 0))[1])
             saves = BLOCK_TOKENS * (1 if can_be_cut else index - next(others, -1))
             sql = (
@@ -119,7 +119,7 @@ def drop_checkpoint(connection: Connection, address: str) -> None:
 
 
 def touch_checkpoint(connection: Connection, address: str, used_at: float) -> None:
-    """A prompt went on from the checkpoint."""
+    """A prompt resumed from the checkpoint."""
     sql = (
         "UPDATE blocks SET checkpoint_used = ?, checkpoint_uses = checkpoint_uses + 1"
         " WHERE address = ? AND checkpoint_bytes > 0"
@@ -134,8 +134,8 @@ def checkpoint_bytes(connection: Connection) -> int:
 
 
 def worst_checkpoints(connection: Connection, *, limit: int, now: float) -> list[tuple[Block, float]]:
-    """The blocks whose checkpoints cost most for what they save, and that cost: bytes for each token that it saves,
-    times the seconds since it was used, by the number of its uses."""
+    """The blocks whose checkpoints cost most, and that cost: bytes for each token that one saves, times the seconds
+    since its last use, divided by one more than its uses."""
     saves = "(max(coalesce(checkpoint_saves, 0), 1) * (1 + checkpoint_uses))"
     cost = f"checkpoint_bytes * max(?1 - checkpoint_used, 0.001) / {saves}"
     sql = f"SELECT {_COLUMNS}, 0, {cost} AS cost FROM blocks WHERE checkpoint_bytes > 0 ORDER BY cost DESC LIMIT ?2"
@@ -143,7 +143,7 @@ def worst_checkpoints(connection: Connection, *, limit: int, now: float) -> list
 
 
 def cost_of_agent(connection: Connection, row: AgentRow, *, now: float) -> float:
-    """The cost of the agent's cache, as that of a checkpoint."""
+    """The cost of the agent's cache, comparable to a checkpoint's."""
     chain = "coalesce((SELECT chain_bytes FROM blocks WHERE address = last_block), 0)"
     cost = f"(piece_bytes + {chain}) * max(?1 - last_used, 0.001) / max(cached_tokens, 1)"
     found = connection.execute(f"SELECT {cost} FROM agents WHERE number = ?2", (now, row.number)).fetchone()
@@ -162,7 +162,7 @@ def has_block(connection: Connection, address: str) -> bool:
 
 
 def n_known(connection: Connection, chain: BlockChain, most: int) -> int:
-    """How many of the chain's first `most` blocks are in the index, up to the last one that is."""
+    """How many of the chain's first `most` blocks there are up to the last one in the index."""
     return next((n for n in range(most, 0, -1) if has_block(connection, chain.addresses[n - 1])), 0)
 
 
@@ -189,8 +189,8 @@ def note_unused(connection: Connection, address: str, *, now: float) -> None:
 
 
 def remove_block(connection: Connection, address: str, *, now: float | None = None) -> None:
-    """Its files are gone. Agents that ended at it end at the block before it; that one becomes unused with it. `now`:
-    ``None``: the block before it has been unused as long as this one."""
+    """The block's files are gone: agents whose cache ended at it end at the block before. That one, if now unused,
+    counts as unused since `now`; ``None``: as long as this one."""
     key = bytes.fromhex(address)
     row = connection.execute(f"SELECT parent, unused_since, {_BYTES} FROM blocks WHERE address = ?", (key,)).fetchone()
     if row is None:
@@ -206,8 +206,8 @@ def remove_block(connection: Connection, address: str, *, now: float | None = No
 
 
 def note_evicted(connection: Connection, row: AgentRow, *, released: bool = False, now: float) -> None:
-    """The agent has lost its tail and snapshots of this version; if a newer one has been saved meanwhile, or its number
-    is another agent's now, nothing changes. `released`: it uses its blocks no more, either."""
+    """The agent has lost its tail and snapshots of this version. Nothing changes if it has a newer one meanwhile, or
+    its number is another agent's. `released`: it no longer uses its blocks either."""
     found = connection.execute("SELECT agent_id, version FROM agents WHERE number = ?", (row.number,)).fetchone()
     if found is not None and tuple(found) == (row.agent_id, row.version):
         set_piece_bytes(connection, row.number, 0)
@@ -268,7 +268,7 @@ def chain_back(connection: Connection, last: bytes | None) -> Iterator[Block]:
 
 
 def addresses_back(connection: Connection, last: bytes, most: int) -> Iterator[tuple[str, str]]:
-    """The addresses of a chain's blocks, each with its parent's, from the last one to the first; at most so many."""
+    """The addresses of a chain's last `most` blocks, each with its parent's, from the last one back."""
     return iter(
         connection.execute(
             "WITH RECURSIVE back (address, parent) AS (SELECT address, parent FROM blocks WHERE address = ?1 UNION ALL"
@@ -290,7 +290,7 @@ def block_sizes(connection: Connection, start: str, *, after: str, limit: int) -
 
 
 def correct_sizes(connection: Connection, address: str, sizes: tuple[int, int], *, now: float) -> None:
-    """The allocated bytes of the block and of its checkpoint are these; 0: the file is gone."""
+    """Set the allocated bytes of the block and of its checkpoint; 0: the file is gone."""
     if (known := _bytes_of(connection, address)) is None:
         return
     if known[0] and not sizes[0]:
@@ -305,7 +305,7 @@ def correct_sizes(connection: Connection, address: str, sizes: tuple[int, int], 
 
 
 def touch_block(connection: Connection, address: str, used_at: float) -> None:
-    """If nothing refers to the block, it has been unused since this Unix time only."""
+    """If nothing refers to the block, it counts as unused only since this Unix time."""
     sql = "UPDATE blocks SET unused_since = ? WHERE address = ? AND unused_since IS NOT NULL"
     connection.execute(sql, (used_at, bytes.fromhex(address)))
 

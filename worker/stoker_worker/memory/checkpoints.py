@@ -1,9 +1,9 @@
-"""Where a prompt's prefill takes checkpoints, for whichever prompt begins alike: at the end of its system prompt, and,
+"""Where a prompt's prefill takes checkpoints, for any prompt that begins alike: at the end of its system prompt, and,
 for window and recurrent layers, at the ends of blocks. Pure.
 
 A state can be as large as the blocks of thousands of tokens, so there are few places: where the prompt leaves what
-another one began with, where its system prompt and tools end, and at regular distances within the rest. Of a prompt
-whose beginning nobody knows, they lie near its end: what agents have in common is often nearly all of a first prompt.
+another one began with, where its system prompt and tools end, and at regular distances in the rest. If nothing is known
+of a prompt's beginning, they are near its end: agents often share nearly all of their first prompts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,14 +18,14 @@ MOST_REGULAR: Final = 8
 """Regular checkpoints of a prompt, or those near its end."""
 
 _SHARE: Final = 2
-"""Regular checkpoints take at most one byte for so many bytes of the prompt's blocks."""
+"""Regular checkpoints take at most one byte for this many bytes of the prompt's blocks."""
 
 
 def checkpoint_places(
     spec: ModelCacheSpec, *, n_prompt: int, n_restored: int, ends: Sequence[int] = (), system_tokens: int = 0
 ) -> tuple[int, ...]:
-    """After how many tokens of a prompt checkpoints are taken, ascending; all but the last of the system prompt lie at
-    the end of a block. A model of full attention alone has the blocks themselves there.
+    """After how many tokens of a prompt checkpoints are taken, ascending: at ends of blocks, except that of the system
+    prompt. A model of full attention alone has the blocks themselves there, so it takes only that one.
 
     Args:
         n_restored: tokens that are not prefilled, where nothing can be taken.
@@ -57,7 +57,7 @@ def _near_end(n_prompt: int, n_most: int) -> Iterator[int]:
 
 
 def _blocks_apart(spec: ModelCacheSpec, n_prompt: int) -> int:
-    """A power of two, so that prompts of unequal length take theirs at the same places."""
+    """A power of two, so that prompts of different lengths take theirs at the same places."""
     n_blocks, state_bytes = LEAST_APART, spec.snapshot_bytes(n_prompt)
     while n_blocks * BLOCK_TOKENS < n_prompt and (
         n_blocks * BLOCK_TOKENS * MOST_REGULAR < n_prompt

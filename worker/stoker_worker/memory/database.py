@@ -1,9 +1,9 @@
 """The store's open SQLite database: connections, and transactions that several threads share. Any thread.
 
 One connection writes: changes that threads bring at the same time share one transaction, and so one sync. Each read has
-a connection of its own. SQLite's locks keep the worker and the shell's commands apart; closing the file by any other
-means than SQLite would drop them, so nothing else in a process that has it open may open it. Knows no table but
-`store`. `database_file` makes, checks and opens databases.
+a connection of its own. SQLite's locks keep the worker and the shell's commands apart; they are lost when the process
+closes the file by any other means than SQLite, so nothing else in the process may open it. Knows no table but `store`.
+`database_file` makes, checks and opens databases.
 """
 
 import errno
@@ -48,7 +48,7 @@ def checksum(body: bytes) -> bytes:
 
 
 def row_checksum(columns: Iterable[str | bytes | int | float | None]) -> bytes:
-    """The checksum of columns in order. Each adds its type, its length and its bytes, so no two rows give one input."""
+    """The checksum of columns in order. Each adds its type, length and bytes, so no two rows give one input."""
     parts: list[bytes] = []
     for value in columns:
         data = value if isinstance(value, bytes) else b"" if value is None else str(value).encode()
@@ -57,18 +57,15 @@ def row_checksum(columns: Iterable[str | bytes | int | float | None]) -> bytes:
 
 
 def key_of(agent_id: str) -> bytes:
-    """The hash by which an agent is found a second time."""
+    """The hash of an agent's id, for the second index."""
     return hashlib.sha256(agent_id.encode()).digest()
 
 
 def agent_checksum(number: int, agent_id: str, version: int, head: bytes, unsaved: int) -> bytes:
-    """The checksum of an agent's row."""
     return row_checksum((number, agent_id, version, head, unsaved))
 
 
 class Cursor(Protocol):
-    """The result of `Connection.execute`."""
-
     def fetchone(self) -> Any: ...
     def fetchall(self) -> list[Any]: ...
     def __iter__(self) -> Iterator[Any]: ...
@@ -84,8 +81,8 @@ class Connection(Protocol):
 
 
 class Reading:
-    """A connection that reads one state. Its cursors end with it: one with rows left would keep the connection, and so
-    its next reader, in that state. `connection`: without this care."""
+    """A connection that reads one state, and closes its cursors with it: one with rows left would keep the connection,
+    and so its next reader, in that state. `connection`: the same without this care."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -106,11 +103,10 @@ class DatabaseFailed(OSError):
 
 
 def connect(path: Path, mode: Literal["rw", "ro"] = "rw") -> Connection:
-    """A connection to a file that exists, with the settings that every connection of a store needs. Raises
-    `sqlite3.Error`."""
+    """A connection to an existing file, with the settings that every store needs. Raises `sqlite3.Error`."""
     uri = f"file:{quote(str(path.absolute()))}?mode={mode}"
     connection = sqlite3.connect(uri, uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
-    # Text that is no UTF-8 is a damaged row, which its checksum tells, and not an error of the whole statement.
+    # Text that is no UTF-8 is a damaged row, found by its checksum, and not an error of the whole statement.
     connection.text_factory = lambda data: data.decode(errors="replace")
     configure(connection)
     return connection
@@ -135,12 +131,7 @@ def configure(connection: Connection) -> None:
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Raises SQLite's errors as ours.
-
-    Raises:
-        DatabaseFailed: it may pass.
-        Damaged: the database is not as it was written.
-    """
+    """Raises SQLite's errors as ours: `DatabaseFailed`, which may pass, or `Damaged`."""
     try:
         yield
     except sqlite3.ProgrammingError:
@@ -158,9 +149,9 @@ class Witness:
     """How many transactions a store's database had when it was last written: a number and its checksum, in a file
     beside it.
 
-    A damaged byte in SQLite's write-ahead log ends the log early, and SQLite takes what came after it for unfinished. A
-    database with fewer transactions than its witness has lost some. The file is not synced: it may be older than the
-    database, and is never newer.
+    A damaged byte in SQLite's write-ahead log ends the log early, and SQLite takes the rest for unfinished. A database
+    with fewer transactions than its witness has lost some. The file is not synced: it may be older than the database,
+    and is never newer.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -176,7 +167,7 @@ class Witness:
                 os.close(file)
 
     def read(self) -> int | None:
-        """``None``: there is no witness, or it is damaged itself."""
+        """``None``: there is no witness, or it is itself damaged."""
         try:
             written = self.path.read_bytes()
             commits = int(written.split()[0])
@@ -200,7 +191,7 @@ class Change(Generic[T]):
     error: BaseException | None = None
 
     def outcome(self) -> T:
-        """After it: what it returned. Raises what it raised, or why the transaction failed: nothing has changed."""
+        """What the change returned. Raises what it raised, or why the transaction failed: nothing has changed."""
         if self.error is not None:
             raise self.error
         result: Any = self.result
@@ -208,10 +199,8 @@ class Change(Generic[T]):
 
 
 class Database:
-    """An open database.
-
-    Attributes:
-        outage: of the store: told of each transaction that the disk refuses, and of each that succeeds.
+    """An open database. `outage`: the store's, told of each transaction that the disk refuses, and of each that
+    succeeds.
 
     Raises:
         DatabaseFailed: it cannot be opened now.
@@ -233,12 +222,8 @@ class Database:
 
     @contextmanager
     def snapshot(self) -> Iterator[Reading]:
-        """Several reads of one state. Rows that are not fetched by its end cannot be fetched any more.
-
-        Raises:
-            DatabaseFailed: it cannot be read now.
-            Damaged: a page that was read is damaged.
-        """
+        """Several reads of one state; rows can be fetched only until its end. Raises `DatabaseFailed`: it cannot be
+        read now; `Damaged`: a page that was read is damaged."""
         with self._reading() as connection:
             connection.execute("BEGIN")
             with closing(Reading(connection)) as reading:
@@ -247,7 +232,7 @@ class Database:
 
     def commit(self, run: Callable[[Connection], T]) -> T:
         """Run `run` in a transaction, and make it durable. Changes that come while another transaction syncs share the
-        next one; a lone change waits for nobody.
+        next one; a lone change does not wait.
 
         Args:
             run: lets `sqlite3.Error` through, and takes no lock that a caller of `commit` may hold. It may be called
@@ -283,15 +268,15 @@ class Database:
             return 0
 
     def shorten_log(self) -> None:
-        """Move what a long log has into the database, so that no transaction has to: it is done beside them. Raises
+        """Move the content of a long log into the database, beside transactions, so that none of them has to. Raises
         `DatabaseFailed`, `Damaged`."""
         if self.log_bytes() > _LONG_LOG_BYTES:
             with self._reading() as connection:
                 connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
     def empty_log(self) -> bool:
-        """The same, and give its space back, unless it is being read; returns whether the database has room for it.
-        Never raises."""
+        """Move the log into the database and truncate it, unless it is being read. ``False``: that failed, perhaps for
+        lack of room. Never raises."""
         with self._leading, suppress(DatabaseFailed, Damaged), translated():
             self._check_open()
             self._writer.execute("PRAGMA busy_timeout=0").fetchall()
@@ -338,20 +323,20 @@ class Database:
             raise DatabaseFailed("the database of the store is closed")
 
     def _lead(self) -> None:
-        """Carry out all changes that wait."""
+        """Carry out all waiting changes."""
         with self._lock:
             group, self._waiting = self._waiting, []
         try:
             self._carry_out(group)
-        finally:  # after an interrupt the next one that waits leads the others
+        finally:  # after an interrupt the next waiting thread leads
             with self._lock:
                 self._waiting += [change for change in group if not change.is_done]
 
     def _carry_out(self, group: list[Change[Any]]) -> None:
-        """Run them in one transaction. If one of them fails, or all, each gets one of its own."""
+        """Run them in one transaction. If any fails, each gets one of its own."""
         try:
             self._transaction(group)
-        except BaseException as error:  # of another thread, perhaps
+        except BaseException as error:  # perhaps of another thread's change
             if len(group) == 1:
                 group[0].error = error
             else:
@@ -398,13 +383,13 @@ def _roll_back(connection: Connection) -> None:
 
 
 def count_bytes(connection: Connection, n_bytes: int) -> None:
-    """Cache files take so many bytes more."""
+    """Add to the store's count of cache bytes."""
     if n_bytes:
         connection.execute("UPDATE store SET cache_bytes = cache_bytes + ?", (n_bytes,))
 
 
 class SharedNote(NamedTuple):
-    """Which shared store has all of a store's agents: the column `store.shared`. `id`: which it is, wherever it is
+    """The shared store that has all of a store's agents: the column `store.shared`. `id`: the same wherever it is
     mounted."""
 
     url: str

@@ -1,8 +1,8 @@
-"""The file of a store's database: its tables; how it is made, checked, opened or refused, and replaced. Any thread of
-any process. Loads nothing that a short command would wait for.
+"""The file of a store's database: its tables, and how it is made, checked, opened or refused, and replaced. Any thread
+of any process. Imports nothing slow, for short commands.
 
-A replacement is decided by one rename; what a crash leaves undone after it is done when the store is next opened. The
-old log moves with its database: SQLite would apply it to whatever has that name.
+A replacement is decided by one rename; the next open finishes what a crash leaves undone. The old log moves with its
+database: SQLite would apply it to whatever has that name.
 """
 
 import fcntl
@@ -24,7 +24,7 @@ HOW_TO_GO_ON: Final = (
     "that is whole with 'stoker-worker memory salvage'"
 )
 COMPANIONS: Final = ("-journal", "-wal", "-shm")
-"""The ends of the names of files that SQLite may put beside a database."""
+"""Name endings of the files that SQLite may put beside a database."""
 _DECIDED: Final = f"{NAME}.new-"
 _KEPT: Final = f"{NAME}.replaced-"
 
@@ -124,8 +124,8 @@ def has_database(folder: Path) -> bool:
 
 
 def create_database(folder: Path, files: Disk, connector: Callable[[Path], Connection] = connect) -> None:
-    """Make an empty database, unless there is one: whole under its name, or not there. Processes that do so at the same
-    time wait for each other. Raises `OSError`, `Damaged`: it could not be made."""
+    """Make an empty database, unless there is one: whole under its name, or not there. Processes that do so at once
+    wait for each other. Raises `OSError`, `Damaged`: it could not be made."""
     with _locked(folder):
         if has_database(folder):
             return
@@ -142,7 +142,7 @@ def create_database(folder: Path, files: Disk, connector: Callable[[Path], Conne
                 connection.close()
         files.rename(draft, folder / NAME)
         files.flush(folder)
-        for parent in folder.absolute().parents:  # some of which may be as new as the folder
+        for parent in folder.absolute().parents:  # some may be as new as the folder
             with suppress(OSError):
                 files.sync_folder(parent)
 
@@ -150,10 +150,7 @@ def create_database(folder: Path, files: Disk, connector: Callable[[Path], Conne
 def open_database(
     folder: Path, connector: Callable[[Path], Connection] = connect, *, make: Callable[[], None] | None = None
 ) -> Database:
-    """The database of the store at `folder`.
-
-    Args:
-        make: makes one if there never was one.
+    """The database of the store at `folder`. `make`: called if there never was one, to make it.
 
     Raises:
         StoreUnusable: there is none, it is damaged, of another format, or lacks its newest transactions; the message
@@ -179,16 +176,16 @@ def with_way_on(error: Exception) -> str:
 
 @contextmanager
 def refused_if_unusable(folder: Path) -> Iterator[None]:
-    """While a store is opened, every error of its files and its database is `StoreUnusable`."""
+    """While a store is opened, raises every error of its files and its database as `StoreUnusable`."""
     try:
         yield
-    except (OSError, ValueError) as error:  # `Damaged` is a `ValueError`, and so is a number that is none
+    except (OSError, ValueError) as error:  # `Damaged` is a `ValueError`, and so is a malformed number
         raise StoreUnusable(f"the store folder {folder} cannot be used: {with_way_on(error)}") from error
 
 
 @contextmanager
 def refused_if_damaged(path: Path) -> Iterator[None]:
-    """`Damaged` stays inside this package: a command at the store or file at `path` raises `StoreUnusable`."""
+    """Raises `Damaged`, which stays inside this package, as `StoreUnusable` for the store or file at `path`."""
     try:
         yield
     except Damaged as damage:
@@ -207,15 +204,15 @@ def make_tables(connection: Connection) -> None:
 
 
 def seal_tables(connection: Connection) -> None:
-    """Note which tables there are, and where in the file: `open_database` refuses others. For a change of the tables,
-    and after anything that moves them. Raises `sqlite3.Error`."""
+    """Note the tables and their places in the file: `open_database` refuses others. Call this after a change of the
+    tables, and after anything that moves them. Raises `sqlite3.Error`."""
     connection.execute("UPDATE store SET tables = ?", (_digest(connection),))
 
 
 def check_database(folder: Path) -> None:
-    """Check that a store's database is whole and of this format, over a connection that cannot write: one that could
-    would move a damaged log into the database when it closes, as far as SQLite can read it, and delete it. Raises
-    `StoreUnusable`, `Damaged`, `DatabaseFailed`: as `open_database`."""
+    """Check that a store's database is whole and of this format. The connection cannot write: on close, another one
+    would move a damaged log into the database, as far as SQLite can read it, and delete it. Raises as
+    `open_database`."""
     testified = Witness(folder).read()  # first: another process may commit meanwhile
     path = folder / NAME
     with translated(), closing(connect(path, "ro")) as found:
@@ -266,21 +263,14 @@ def _value(connection: Connection, sql: str) -> Any:
 
 
 def _digest(connection: Connection) -> bytes:
-    """A digest of the tables and indexes, their SQL and the pages at which they begin."""
+    """A digest of the tables and indexes, their SQL and their first pages."""
     rows = connection.execute("SELECT type, name, tbl_name, rootpage, sql FROM sqlite_schema ORDER BY name").fetchall()
     return hashlib.sha256(repr([tuple(row) for row in rows]).encode()).digest()
 
 
 def replace_database(folder: Path, whole: Path) -> Path:
-    """Make `whole`, a closed database in the same file system, the store's, and keep the old one beside it. The caller
-    holds `StoreLock`.
-
-    Returns:
-        the name under which the old one is kept.
-
-    Raises:
-        OSError: nothing has changed, or the next start finishes it.
-    """
+    """Make `whole`, a closed database in the same file system, the store's; returns the name under which the old one is
+    kept. The caller holds `StoreLock`. Raises `OSError`: nothing has changed, or the next start finishes it."""
     when = datetime.now(UTC).strftime("%Y-%m-%dT%H%M%S.%fZ")
     sync(whole)
     with _locked(folder):
@@ -291,7 +281,7 @@ def replace_database(folder: Path, whole: Path) -> Path:
 
 
 def finish_replacement(folder: Path) -> None:
-    """Do what a crash left undone, if anything. Raises `OSError`."""
+    """Finish a replacement that a crash interrupted, if any. Raises `OSError`."""
     if any(folder.glob(f"{_DECIDED}*")):
         with _locked(folder):
             _finish(folder)
@@ -311,7 +301,7 @@ def _finish(folder: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Only one process at a time makes or replaces the database. Raises `OSError`."""
+    """One process at a time makes or replaces the database. Raises `OSError`."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

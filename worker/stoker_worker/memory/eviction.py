@@ -1,13 +1,13 @@
 """Limits a store's bytes on disk: evicts when it is over the limit. Any thread.
 
-First the blocks that no agent uses go. Then the checkpoints of blocks, as long as they take more than their share, or
-cost more for what they save than the cache of the least recently used agent without work; then the cache of these
-agents, then that of waiting agents, the one needed last first. Never the cache of a running agent, never a held block
-or its checkpoint, never a transcript.
+Blocks that nothing uses go first; then checkpoints, as long as they take more than their share or cost more for what
+they save than the cache of the least recently used agent without work; then the cache of such agents; then that of
+waiting agents, the one needed last first. The cache of a running agent, a held block and its checkpoint, and
+transcripts are never evicted.
 
-The bytes of cache files are in the database; only folders and the files beside the database are looked at. A save or a
-restore first names the blocks that it counts on (`Holds`), and from then on each of them is there or not. Files go
-first and their rows after: a full disk may have no room for a transaction until they are gone.
+The bytes of cache files are in the database; only folders and top-level files, such as the database, are measured. A
+save or restore first names the blocks that it counts on (`Holds`), and from then on none of them is removed. Files go
+before their rows: a full disk may have no room for a transaction until they are gone.
 """
 
 import itertools
@@ -47,19 +47,16 @@ _Note = Callable[[Connection], None]
 DEFAULT_SHARE: Final = 0.8
 LOW_WATER: Final = 0.9
 KEEP_UNUSED_S: Final = 3600.0
-"""How long a block without a user stays while there is room: a conversation that was replaced may come back."""
+"""How long an unused block stays while there is room: a conversation that was replaced may come back."""
 CHECKPOINT_SHARE: Final = 0.25
-"""Of a store that is full, checkpoints take no more than this."""
+"""The most of a full store that checkpoints take."""
 _AT_ONCE: Final = 64
 
 
 class Notes:
-    """Facts about the store that may be written a little later, in a transaction of their own: no turn waits for them,
-    and there are many. If the process dies before, an agent counts as used a little earlier, and an answer is kept
-    longer.
-
-    Kept in memory until `write`, which `Upkeep` calls every second; whoever brings one too many writes them too.
-    """
+    """Small changes that may be written a little later, in a transaction of their own, so that no turn waits for them.
+    If the process dies before, an agent counts as used a little earlier, and an answer is kept longer. `Upkeep` calls
+    `write` every second; a thread that adds one note too many calls it too."""
 
     def __init__(self, parts: StoreParts) -> None:
         self._pieces = parts.pieces
@@ -74,7 +71,7 @@ class Notes:
         self._keep(("used", agent_id), partial(transcripts.note_use, agent_id=agent_id, used_at=time.time()))
 
     def saved(self, agent_id: str) -> None:
-        """Its row has the time of the save."""
+        """Drop the note of its use: its row has the time of the save."""
         with self._lock:
             self._notes.pop(("used", agent_id), None)
 
@@ -83,21 +80,21 @@ class Notes:
         self._keep(("read", block), partial(cache_index.touch_block, address=block, used_at=time.time()))
 
     def resumed(self, block: str) -> None:
-        """A prompt went on from the checkpoint of the block of this address."""
+        """A prompt resumed from the checkpoint of the block of this address."""
         touch = partial(cache_index.touch_checkpoint, address=block, used_at=time.time())
         self._keep(("resumed", block, object()), touch)  # each counts
 
     def ended(self, agent_id: str, delivery: bytes, until: float) -> None:
-        """The answer to this delivery (its key) is needed until then (Unix time)."""
+        """The answer to this delivery (its key) is needed until this Unix time."""
         self._keep(delivery, partial(transcripts.keep_answer, agent_id=agent_id, key=delivery, until=until))
 
     def block_changed(self, path: Path) -> None:
-        """The file of a block or of its checkpoint is gone, or not as long as its row has it."""
+        """The file of a block or of its checkpoint is gone, or has another size than its row."""
         block = block_beside(path)
         self._keep(block, partial(_measure_block, path=block))
 
     def pieces_changed(self, agent_id: str) -> None:
-        """The files of the agent's tail and snapshots are not those that its row counts."""
+        """The agent's tail and snapshots have another size than its row."""
         self._keep(("pieces", agent_id), partial(self._measure_pieces, agent_id=agent_id))
 
     def write(self) -> None:
@@ -112,7 +109,7 @@ class Notes:
             except OSError as error:
                 _log.warning("uses of agents and ends of jobs are noted later: %s", error)
                 return
-            except Exception as error:  # notes that a damaged row refuses would keep all others waiting
+            except Exception as error:  # a note that a damaged row refuses must not keep the others waiting
                 _log.warning("some uses of agents and ends of jobs cannot be noted: %s", error)
             with self._lock:
                 for key, note in some.items():
@@ -150,8 +147,8 @@ class Plan:
     Attributes:
         blocks: in this order.
         agents: those that lose cache they use; their tails and snapshots go too.
-        released: of them those that give up the rest of their chains, which others use as well: when those are evicted
-            too, nothing keeps it.
+        released: those of `agents` that also give up the rest of their chains, which others use too: once these lose it
+            as well, nothing keeps it.
         checkpoints: the blocks that lose theirs.
     """
 
@@ -165,8 +162,8 @@ class Plan:
 
 
 def plan_unused(connection: Connection, *, need_bytes: int, held: AbstractSet[str], unused_before: float) -> Plan:
-    """Blocks that nothing refers to: enough to free `need_bytes`, and in any case those unused since `unused_before`.
-    Another plan may find more: a block is unused once the one that follows it is gone."""
+    """Blocks that nothing refers to, unused longest first: enough to free `need_bytes`, or, if that is 0 or less, those
+    unused since `unused_before`. Another plan may find more: a block is unused once the one that follows it is gone."""
     before = None if need_bytes > 0 else unused_before
     blocks: list[Block] = []
     freed = 0
@@ -187,8 +184,8 @@ def plan_checkpoints(
     share_bytes: float,
     held: AbstractSet[str],
 ) -> Plan:
-    """Checkpoints to free `need_bytes`, those first that cost most for what they save. `idle`: the agent whose cache
-    goes next; checkpoints that cost less are left, if they take no more than `share_bytes`. ``None``: there is none."""
+    """Checkpoints to free `need_bytes`, first those that cost most for what they save. `idle`: the agent whose cache
+    goes next, if any; checkpoints that cost less are left, if they take no more than `share_bytes`."""
     now, going, freed = time.time(), list[Block](), 0
     least_cost = cache_index.cost_of_agent(connection, idle, now=now) if idle is not None else 0.0
     over_bytes = cache_index.checkpoint_bytes(connection) - share_bytes
@@ -214,7 +211,7 @@ def waiting_agents(connection: Connection, waits: Callable[[str], bool], place_o
 
 
 def take_rows(connection: Connection, agents: list[str], is_running: Callable[[str], bool]) -> Iterator[AgentRow]:
-    """Those of `agents` that still have cache and do not run, from the end of the list, which they leave."""
+    """The rows of those of `agents` that still have cache and do not run, from the end of the list, which shrinks."""
     while agents:
         agent_id = agents.pop()
         if not is_running(agent_id):
@@ -223,7 +220,7 @@ def take_rows(connection: Connection, agents: list[str], is_running: Callable[[s
 
 def plan_agents(connection: Connection, rows: Iterable[AgentRow], *, need_bytes: int, held: AbstractSet[str]) -> Plan:
     """Cache of these agents, in this order, to free `need_bytes`: their tails and snapshots, and blocks from the end of
-    their chains, because the rest of a chain is of use from its start only."""
+    their chains, because a chain is useful only from its start."""
     blocks: dict[str, Block] = {}
     losing: list[AgentRow] = []
     released: list[AgentRow] = []
@@ -258,8 +255,8 @@ class DiskBudget:
     """A store's bytes on disk, and the limit.
 
     Attributes:
-        max_bytes: the limit. Over it, cache is evicted down to 90 %, so that not every save has to.
-        place_of: where in the queue a waiting agent is, as in `QueuePort.place_of`.
+        max_bytes: above it, cache is evicted down to 90 %, so that not every save has to evict.
+        place_of: a waiting agent's place in the queue, as in `QueuePort.place_of`.
     """
 
     def __init__(
@@ -270,11 +267,8 @@ class DiskBudget:
         max_bytes: int | None = None,
         on_evicted: Callable[[str], None] = lambda agent_id: None,
     ) -> None:
-        """
-        Args:
-            max_bytes: ``None``: 80 % of the store's bytes and of the free bytes on its disk.
-            on_evicted: called with the id of an agent before it loses cache.
-        """
+        """`max_bytes`: ``None``: 80 % of the sum of the store's bytes and the free bytes on its disk. `on_evicted`:
+        called with the id of an agent before it loses cache."""
         self._parts = parts
         self._database = parts.database
         self._notes = notes
@@ -282,7 +276,7 @@ class DiskBudget:
         self._settling = threading.Lock()
         self._holds = parts.holds
         self.place_of: PlaceOf = lambda agent_id: (0, 0)
-        self._waiting: list[str] | None = None  # in one settling: the agents whose cache is left, the next to go last
+        self._waiting: list[str] | None = None  # in one settling: those that still have cache, the next to go last
         self._room_bytes = 0
         self._warned = False
         self.max_bytes = self._default_bytes() if max_bytes is None else max_bytes
@@ -303,8 +297,8 @@ class DiskBudget:
             yield
 
     def saved(self, agent_id: str | None, n_bytes: int = 0) -> None:
-        """The agent's new version is committed, and its blocks with it; ``None``: blocks of a job without an agent.
-        `n_bytes`: how much the store has grown at most; the limit is only checked when that may be over it."""
+        """The agent's new version is committed, with its blocks; ``None``: blocks of a job without an agent. `n_bytes`:
+        by how much the store has grown at most; the limit is checked only when that may exceed it."""
         if agent_id is not None:
             self._notes.saved(agent_id)
         with self._holds.lock:
@@ -329,14 +323,14 @@ class DiskBudget:
         self._settle(unused_before=time.time() - KEEP_UNUSED_S)
 
     def free(self, n_bytes: int) -> None:
-        """Evict that much, however much room the store has: the disk has none. Never raises."""
+        """Evict that much, and all unused blocks, even below the limit: the disk is full. Never raises."""
         if not self._database.empty_log():
-            n_bytes += self._database.log_bytes()  # it gives this back once the database has room for what is in it
+            n_bytes += self._database.log_bytes()  # the log gives this back once the database has room for its content
         self._settle(unused_before=float("inf"), free_bytes=n_bytes)
         self._database.empty_log()
 
     def with_room(self, save: Callable[[], T], n_bytes: Callable[[], int]) -> T:
-        """Save; if the disk is full, once more after that many bytes have been freed. Raises what `save` raises."""
+        """Save; if the disk is full, once more after freeing `n_bytes()`. Raises what `save` raises."""
         try:
             return save()
         except OSError as error:
@@ -346,8 +340,8 @@ class DiskBudget:
         return save()
 
     def discard(self, find: Callable[[], Iterable[Path]]) -> int:
-        """Remove the cache files that `find` finds, except blocks that work counts on; returns how many. While it
-        looks, nobody begins to count on one. Raises `OSError`."""
+        """Remove the cache files that `find` finds, except held blocks; returns how many. No hold begins while it
+        looks. Raises `OSError`."""
         with self._holds.lock:
             held = self._holds.blocks()
             paths = [path for path in find() if block_beside(path).stem not in held]
@@ -375,7 +369,7 @@ class DiskBudget:
                 is_released = row in plan.released
                 cache_index.note_evicted(connection, row, released=is_released, now=now)
             for block in plan.blocks:
-                if not is_there(self._parts.blocks.path_of(block.model, block.address)):  # else it is saved again
+                if not is_there(self._parts.blocks.path_of(block.model, block.address)):  # else it was saved again
                     cache_index.remove_block(connection, block.address, now=now if plan.agents else None)
             for block in plan.checkpoints:
                 if not is_there(self._parts.blocks.both(block.model, block.address)[1]):
@@ -391,7 +385,7 @@ class DiskBudget:
         return max_bytes
 
     def _settle(self, *, unused_before: float, free_bytes: int = 0) -> None:
-        """Evict until the store is within its limit and has freed that many bytes. In parts: no lock is held for
+        """Evict until the store is within its limit and has freed `free_bytes`; in parts, so that no lock is held for
         long."""
         goal, total = self.max_bytes, 0
         try:
@@ -420,7 +414,7 @@ class DiskBudget:
             self._database.outage.met(error)
         except (OSError, Damaged) as error:
             _log.warning("could not evict everything that should go: %s", error)
-        except Exception:  # whatever a damaged row does, it does to no turn
+        except Exception:  # a damaged row must not fail a turn
             _log.exception("could not evict everything that should go")
         with self._holds.lock:
             self._room_bytes = self.max_bytes - total
@@ -456,13 +450,13 @@ class DiskBudget:
 
 
 def is_full(error: Exception) -> bool:
-    """Returns whether the disk has no room."""
+    """True if the disk, or its quota, has no room."""
     return isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT)
 
 
 def _other_bytes(parts: StoreParts) -> int:
-    """Allocated bytes of the store's folders, and of the files beside its database. There are a few hundred folders for
-    each model, however many agents."""
+    """Allocated bytes of the store's folders and top-level files, the database included. There are a few hundred
+    folders for each model, however many agents."""
     store = parts.path
     folders = (store, parts.temp, parts.blocks.path, parts.pieces.path)
     inner = (*store.glob("blocks/*/"), *store.glob("blocks/*/*/"), *store.glob("pieces/*/"))

@@ -2,7 +2,7 @@
 
 Tests use disks that stop after any step. Finisher threads write; loader threads read, and remove damaged files. Many
 pieces of memory are read and written as one file, a megabyte with each system call: a call for each piece costs more
-than the copy of its bytes, and joining the pieces first costs another copy.
+than copying its bytes, and joining the pieces first costs another copy.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ def write_all(file: int, pieces: Iterable[Chunk]) -> None:
 
 
 def fill(file: int, targets: list[memoryview]) -> bool:
-    """Read until the targets, one part of `in_parts`, are full; false when the file ends first. Raises `OSError`."""
+    """Read until the targets, one part of `in_parts`, are full; ``False``: the file ends first. Raises `OSError`."""
     missing = targets
     while missing:
         n_read = os.readv(file, missing)
@@ -64,7 +64,7 @@ def _stretches(pieces: Iterable[Chunk]) -> Iterator[memoryview]:
 
 
 def _behind(pieces: list[memoryview], n_bytes: int) -> list[memoryview]:
-    """The memory behind the first `n_bytes`: a signal, or a file system, may end a call early."""
+    """The memory after the first `n_bytes`: a signal, or a file system, may end a call early."""
     for index, piece in enumerate(pieces):
         if n_bytes < len(piece):
             return [piece[n_bytes:], *pieces[index + 1 :]]
@@ -99,7 +99,7 @@ class Disk:
         sync(path, to_platter=True)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Atomically give a file or folder another name; a file of that name is replaced."""
+        """Atomically rename a file or folder; a file of that name is replaced."""
         os.replace(source, target)
 
     def remove(self, path: Path) -> None:
@@ -122,12 +122,10 @@ class Disk:
 
 class CacheWriter:
     """Makes cache files whole or not at all for every process: writes into the store's temp folder, then renames.
-    Nothing is synced: a power cut may take files or tear them, and whoever reads one verifies it.
+    Nothing is synced: a power cut may take files or tear them, and every reader verifies them. One temp folder, in the
+    same file system, for the whole store: what a crash leaves is found without a search."""
 
-    One temp folder for the whole store, on its file system: what a crash leaves is found without a search.
-    """
-
-    _numbers = itertools.count()  # of the process: several writers, and several processes, share one temp folder
+    _numbers = itertools.count()  # of this process: its writers, and other processes, share one temp folder
 
     def __init__(self, files: Disk, temp_folder: Path) -> None:
         self.files = files
@@ -142,7 +140,7 @@ class CacheWriter:
 
     def stage(self, chunks: Iterable[Chunk]) -> Path:
         """Write a temp file, for `place`."""
-        self.make_folder(self._temp_folder)  # somebody may have tidied up
+        self.make_folder(self._temp_folder)  # it may have been removed
         path = self._temp_folder / f"{os.getpid()}-{next(self._numbers)}.tmp"
         with self._removed_on_failure(path):
             self.files.write(path, chunks)
@@ -161,7 +159,7 @@ class CacheWriter:
 
     @contextlib.contextmanager
     def _removed_on_failure(self, staged: Path) -> Iterator[None]:
-        """A step that fails removes its own file and no other: other threads write here too."""
+        """A failed step removes its own file and no other: other threads write here too."""
         try:
             yield
         except OSError:
@@ -181,7 +179,7 @@ class CacheWriter:
 
 
 def _is_alive(pid: str) -> bool:
-    """Returns whether another process of this id runs. Files of this process's own id are an earlier process's."""
+    """True if another process of this id runs. Files of this process's own id are an earlier process's."""
     if not pid.isdecimal() or int(pid) == os.getpid():
         return False
     try:
@@ -194,7 +192,7 @@ def _is_alive(pid: str) -> bool:
 
 
 def is_there(path: Path) -> bool:
-    """Returns whether the file can be seen. Never raises, as `Path.exists` does for lack of permission."""
+    """True if the file can be seen. Never raises, as `Path.exists` does for lack of permission."""
     try:
         path.stat()
     except OSError:

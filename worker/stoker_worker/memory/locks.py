@@ -1,9 +1,9 @@
 """A store's locks, and the name of its worker. Any thread of any process.
 
-`StoreLock` is the right to be the store's only worker, and to replace its database. `InFlight` keeps two processes from
-working on one agent: the worker that runs its jobs, and a command of the shell. Each agent has a byte in the file
-``STORE/in-flight``, and the process that works on the agent has that byte locked; the file stays empty, because bytes
-behind its end can be locked too. The kernel takes back the locks of a process that dies.
+`StoreLock` is the right to be the store's only worker, and to replace its database. `InFlight` keeps two processes, the
+worker and a command of the shell, from working on one agent. Each agent has a byte in the file ``STORE/in-flight``, and
+the process that works on the agent locks that byte; the file stays empty, because bytes beyond its end can be locked
+too. The kernel releases the locks of a process that dies.
 """
 
 import fcntl
@@ -37,8 +37,8 @@ _WORKER_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class StoreLock:
-    """The right to be the store's only worker, until `close`; the kernel takes it back when the process dies. Raises
-    `StoreUnusable`: another process has it, and the message names that process."""
+    """The right to be the store's only worker, until `close` or the end of the process. Raises `StoreUnusable`: another
+    process has it, and the message names that process."""
 
     def __init__(self, path: Path, *, wait: bool = False) -> None:
         """`wait`: wait for the other process to end, instead of refusing."""
@@ -74,7 +74,7 @@ class InFlight:
     """The agents that the owner of this object works on. Raises `OSError`: the file cannot be opened."""
 
     def __init__(self, folder: Path, *, wait_s: float = _WAIT_S) -> None:
-        """`wait_s`: how long it waits for another process that works on an agent."""
+        """`wait_s`: how long to wait for another process that works on an agent."""
         self._wait_s = wait_s
         self._file = _LockedFile.opened(folder / _IN_FLIGHT)
         self._lock = threading.Lock()
@@ -149,7 +149,7 @@ def working_on(folder: Path, agent_id: str, *, wait: bool = False) -> Iterator[N
 
 
 class _LockedFile:
-    """A file whose bytes this process locks. There is one object for a file, because closing any descriptor of it would
+    """A file whose bytes this process locks; one object for each file, because closing any descriptor of it would
     unlock all of the process's bytes."""
 
     _all: Final[dict[str, "_LockedFile"]] = {}
@@ -172,7 +172,8 @@ class _LockedFile:
             return file
 
     def lock(self, byte: int, owner: object) -> bool:
-        """Lock the byte if neither another process nor another owner in this one has it. Whether `owner` has it now."""
+        """Lock the byte unless another process, or another owner in this one, has it; returns whether `owner` has it
+        now."""
         with self._lock:
             if self._owners.get(byte, owner) is not owner:
                 return False
@@ -202,7 +203,7 @@ def _byte_of(agent_id: str) -> int:
 
 
 def store_name(folder: Path) -> str:
-    """The name of the store's worker, made with the first call, and anew if it is damaged. Raises `StoreUnusable`."""
+    """The name of the store's worker, made by the first call, and anew if it is damaged. Raises `StoreUnusable`."""
     path = folder / NAME_FILE
     with refused_if_unusable(folder):
         kept = path.read_text(errors="replace").strip() if path.exists() else None

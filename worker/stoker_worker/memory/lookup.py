@@ -1,11 +1,11 @@
-"""Finds the longest cached prefix of a prompt: in RAM, then on disk. Loader thread, and threads of its own during
-a lookup; writes nothing.
+"""Finds the longest cached prefix of a prompt: in RAM, then on disk. Writes no cache, but removes damaged files. Loader
+thread, and threads of its own during a lookup.
 
-On disk there are the full blocks of the prompt's own chain, whichever agent wrote them. Where those end, one file goes
-on: a checkpoint of the chain, whoever wrote it; one of the agent's own snapshots; or, as far as the tokens agree, its
-tail or a full block that the prompt leaves in the middle. The K/V of full attention may be cut anywhere, so the longest
-of them serves. A model with window or recurrent layers resumes only at a snapshot or checkpoint. A miss has a name. For
-a call of a session, the conversation of the session that the prompt goes on with takes the place of the agent.
+On disk the prompt's own full blocks come first, whichever agent wrote them. Where those end, one more file is used: a
+checkpoint of the chain; one of the agent's own snapshots; or, as far as the tokens agree, its tail or a full block that
+the prompt leaves in the middle. The K/V of full attention may be cut anywhere, so the longest is used. A model with
+window or recurrent layers resumes only at a snapshot or checkpoint. A miss has a reason. For a call of a session, the
+session's conversation that the prompt continues takes the agent's place.
 """
 
 import contextlib
@@ -59,17 +59,13 @@ from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ModelCacheSpec
 from stoker_worker.ports.memory import common_length
 
 _MOST_READERS: Final = 4
-"""A few threads use up a memory's bandwidth."""
+"""This many threads use up the memory bandwidth."""
 
 
 @dataclass(frozen=True)
 class AgentBlocks:
-    """The cached part of an agent's transcript: full blocks, a tail, snapshots.
-
-    Attributes:
-        snapshots: after how many tokens each was taken, ascending, and its file.
-        owner: the agent, or a session's conversation, without a transcript.
-    """
+    """The cached part of an agent's transcript. `owner`: the agent, or a session's conversation, without a
+    transcript."""
 
     token_ids: tuple[int, ...] = ()
     tail: Path = Path()
@@ -78,7 +74,7 @@ class AgentBlocks:
 
     @classmethod
     def of(cls, agent: AgentVersion, pieces: PieceFolder) -> Self:
-        """Everything that was saved of the version."""
+        """All cache that was saved of the version."""
         if agent.cache is None or agent.transcript is None:
             return cls(owner=agent)
         tail = pieces.paths(agent.agent_id, agent.number)[0]
@@ -96,7 +92,7 @@ class FaultyPiece:
 
 @dataclass(frozen=True)
 class _Step:
-    """A file that should be there, and how many of its tokens the prompt can use."""
+    """A file that should exist, and how many of its tokens the prompt can use."""
 
     piece: CachePiece
     path: Path
@@ -108,9 +104,9 @@ class FoundOnDisk:
     """The result of a lookup.
 
     Attributes:
-        cache: verified. Its `layers` are set beside its `room`, too.
+        cache: verified; its `layers` are set even if its `room` is.
         faults: in the order met.
-        checkpoint: address of the block whose checkpoint it goes on from, if it does.
+        checkpoint: address of the block whose checkpoint it resumes from, if any.
     """
 
     cache: SequenceCache
@@ -119,22 +115,21 @@ class FoundOnDisk:
 
 
 def n_readers(beside_others: bool) -> int:
-    """How many threads may read. Beside running sequences: half of the cores, because each of their steps waits for
-    the slowest core (EXP-014)."""
+    """How many threads may read. Beside running sequences it is half of the cores, because each of their steps waits
+    for the slowest core (EXP-014)."""
     cores = os.cpu_count() or 1
     return max(1, min(_MOST_READERS, cores // 2 if beside_others else cores))
 
 
 @dataclass(frozen=True)
 class BlockLookup:
-    """One lookup: lists the files that should be there, makes the arrays once, then fills them file by file.
+    """One lookup: lists the files that should exist, makes the arrays once, then fills them file by file.
 
     Attributes:
         limit: most tokens to find.
         own: of the prompt's model and salt; empty for a job without an agent.
-        n_readers: threads that may read.
-        before_each: called by them before each file; an exception ends the lookup.
-        make_room: gives the memory to fill, for a number of tokens; without, NumPy does.
+        before_each: called by the reading threads before each file; an exception ends the lookup.
+        make_room: allocates memory for a number of tokens; without it, or if it returns ``None``, NumPy does.
     """
 
     prompt: BlockChain
@@ -148,7 +143,7 @@ class BlockLookup:
 
     @cached_property
     def own_tokens(self) -> int:
-        """How many tokens of the prompt the agent's own cache begins with."""
+        """How many leading tokens the prompt and the agent's own cache share."""
         return common_length(self.own.token_ids, self.prompt.token_ids[: self.limit])
 
     def run(self) -> FoundOnDisk:
@@ -157,7 +152,7 @@ class BlockLookup:
         return FoundOnDisk(cache.up_to(n_tokens), faults)
 
     def read(self, least_room: int = 0) -> tuple[SequenceCache, int, tuple[FaultyPiece, ...]]:
-        """The same, in arrays for `least_room` tokens at least, and how many tokens of them are filled."""
+        """As `run`, in arrays for at least `least_room` tokens; also how many of their tokens are filled."""
         steps = self._block_steps()
         steps += [step for step in [self._own_step(len(steps))] if step is not None]
         planned_tokens = max(least_room, sum(step.use_tokens for step in steps))
@@ -169,12 +164,12 @@ class BlockLookup:
         loaded = list(zip(steps, target.load_all(steps, self.n_readers), strict=True))
         n_whole = sum(1 for _ in takewhile(lambda item: item[1] is None, loaded))
         n_tokens = sum(step.use_tokens for step in steps[:n_whole])
-        # Those behind the first one, too: a power cut may tear many files, and what stays is not written again.
+        # Later ones too: a power cut may tear many files, and a torn file that stays is not written again.
         faults = [FaultyPiece(step.path, step.piece.kind, fault) for step, fault in loaded[n_whole:] if fault]
         return planned, n_tokens, tuple(faults)
 
     def _block_steps(self) -> list[_Step]:
-        """The prompt's leading full blocks that should be there: the agent's own, and others whose files exist."""
+        """The prompt's leading full blocks that should exist: the agent's own, and others that have files."""
         steps: list[_Step] = []
         for index in range(self.prompt.n_blocks):
             start, path = index * BLOCK_TOKENS, self._path(index)
@@ -202,19 +197,19 @@ class BlockLookup:
 
     @cached_property
     def n_blocks_there(self) -> int:
-        """How many of the prompt's leading full blocks have files, where the model has any."""
+        """How many of the prompt's leading full blocks have files; all, for a model whose blocks have none."""
         if not self.spec.full_layers:
             return self.prompt.n_blocks
         return sum(1 for _ in takewhile(is_there, map(self._path, range(self.prompt.n_blocks))))
 
     def places(self) -> Iterator["_Place"]:
-        """Where the prompt may resume, the longest prefix first: the agent's own snapshots, and checkpoints; of a model
-        of full attention alone, a checkpoint behind all that it has otherwise."""
+        """Where the prompt may resume, the longest prefix first: the agent's own snapshots, and checkpoints; for a
+        model of full attention alone, only checkpoints beyond everything else that is cached."""
         own = (_Place(n, path) for n, path in reversed(self.own.snapshots) if n <= self.own_tokens)
         return merge(own, self._checkpoints(), key=lambda place: place.n_tokens, reverse=True)
 
     def _checkpoints(self) -> Iterator["_Place"]:
-        """Those of the prompt's blocks, the last one first."""
+        """The checkpoints of the prompt's blocks, the last one first."""
         n_there = self.n_blocks_there
         most_else = 0 if self.spec.snapshot_layers else max(n_there * BLOCK_TOKENS, self.own_tokens)
         for index in reversed(range(min(n_there, self.limit // BLOCK_TOKENS))):
@@ -233,7 +228,7 @@ class BlockLookup:
 
 @dataclass(frozen=True)
 class _Place:
-    """A snapshot after `n_tokens` tokens of a prompt, and its file. `block`: of a checkpoint, its block's address."""
+    """A snapshot after `n_tokens` tokens of a prompt, and its file. `block`: for a checkpoint, its block's address."""
 
     n_tokens: int
     path: Path
@@ -243,7 +238,7 @@ class _Place:
 def load_snapshot(
     path: Path, chain: BlockChain, spec: ModelCacheSpec
 ) -> tuple[tuple[LayerKV, ...], tuple[LayerState, ...], Fault | None]:
-    """K/V of full attention behind the last full block of `chain`, and the states of the window and recurrent layers
+    """K/V of full attention after the last full block of `chain`, and the states of the window and recurrent layers
     after all of its tokens; after a fault they hold anything."""
     layers, states = empty_layers(spec, len(chain.rest)), empty_states(spec, len(chain.token_ids))
     targets = [bytes_of(array) for arrays in (*layers, *states) for array in arrays]
@@ -262,10 +257,8 @@ class _Target:
         ]
 
     def load(self, step: _Step, start: int) -> Fault | None:
-        """Verify one file and put the used part of it at `start`; after a fault the arrays hold anything there.
-
-        The rest is read too if there is a place for it: that costs less than another copy of the used part.
-        """
+        """Verify one file and put the used part of it at `start`; after a fault the arrays hold anything there. The
+        unused rest is read too if it fits: that costs less than another copy of the used part."""
         if self._before_each is not None:
             self._before_each()
         piece, stop = step.piece, start + len(step.piece.token_ids)
@@ -292,15 +285,15 @@ _MOST_BLOCKS: Final = 2**15
 
 
 class SharedPrefixes:
-    """Forgets the blocks seen longest ago first."""
+    """The full blocks of recent prompts. Those seen longest ago are forgotten first."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[str, None] = OrderedDict()
 
     def note(self, addresses: Sequence[str]) -> int:
-        """Remember a prompt's full blocks; returns how many of them, from the first on, an earlier prompt had."""
+        """Remember a prompt's full blocks; returns how many leading ones an earlier prompt had."""
         n_shared = sum(1 for _ in takewhile(self._seen.__contains__, addresses))
-        for address in reversed(addresses):  # a block is of use only after those before it, so the first goes last
+        for address in reversed(addresses):  # a block needs those before it, so the first is forgotten last
             self._seen[address] = None
             self._seen.move_to_end(address)
         while len(self._seen) > _MOST_BLOCKS:
@@ -316,17 +309,8 @@ _EXPECTED: Final = ("evicted", "prompt_changed", "no_snapshot")
 
 @dataclass(frozen=True)
 class Lookup:
-    """One prompt to look up.
-
-    Attributes:
-        prompt: with the model's fingerprint and the job's salt.
-        agent: ``None`` for a job without one.
-        max_tokens: most tokens that come after the prompt.
-        is_saved: whether the engine hands the cache back, for the turn to be saved.
-        n_readers: threads that may read.
-        session: of a job without an agent.
-        system_tokens: as in `CacheStorePort.restore`.
-    """
+    """One prompt to look up, as in `CacheStorePort.restore`; `prompt` has the model's fingerprint and the job's
+    salt."""
 
     prompt: BlockChain
     agent: AgentVersion | None
@@ -343,11 +327,9 @@ class Lookup:
         return max(0, len(self.prompt.token_ids) - 1)
 
     def make_room(self, n_tokens: int) -> PrefixRoom | None:
-        """The engine's memory for a prefix of so many tokens, if it has its own.
-
-        With room for the prompt and some of its answer, unless most of the prompt is new: the job may wait for its
-        place in the batch, and until then nothing counts this memory.
-        """
+        """The engine's memory for a prefix of `n_tokens` tokens, if it has its own. It includes room for the prompt and
+        some of its answer, unless most of the prompt is new: the job may wait for its place in the batch, and until
+        then nothing counts this memory."""
         n_prompt = len(self.prompt.token_ids)
         if 2 * n_tokens >= n_prompt:
             return self.model.make_room(n_prompt, self.max_tokens)
@@ -388,7 +370,7 @@ class PrefixLookup:
         return replace(restored, checkpoints_at=places)
 
     def _find(self, lookup: Lookup, n_shared: int) -> Restored:
-        """`n_shared`: how many blocks an earlier prompt began with too."""
+        """`n_shared`: how many leading blocks an earlier prompt had too."""
         addresses, agent = lookup.prompt.addresses, lookup.agent
         if agent is None:
             with self._budget.using(None, addresses):
@@ -406,11 +388,8 @@ class PrefixLookup:
             return in_ram or self._from_disk(lookup, own, other)
 
     def _from_ram(self, lookup: Lookup, own: AgentBlocks, other: str | None) -> Restored | None:
-        """The prefix in RAM; ``None`` when the disk may have a longer one.
-
-        The engine goes on in the arrays that are there, if the prompt fits into them and no one else uses them; else it
-        gets a copy.
-        """
+        """The prefix in RAM; ``None`` when there is none or the disk may have a longer one. The engine goes on in the
+        arrays that are there, if the prompt fits into them and nothing else uses them; otherwise it gets a copy."""
         if own.owner is None:
             return None
         cache = self._ram_cache.find(own.owner, lookup.prompt, lookup.model.spec)
@@ -439,7 +418,7 @@ class PrefixLookup:
         """`other`: why the agent's own cache cannot be used."""
         found = find_prefix(self._on_disk(lookup, own))
         if lookup.session is not None and any(x.fault == "missing" and x.kind != "block" for x in found.faults):
-            own, other = self._blocks_of_session(lookup)  # another call has gone on with it meanwhile
+            own, other = self._blocks_of_session(lookup)  # another call has replaced its files meanwhile
             found = find_prefix(self._on_disk(lookup, own))
         cache = found.cache
         reason = self._report(lookup, own, found, other if cache.n_tokens < lookup.limit else None)
@@ -458,8 +437,8 @@ class PrefixLookup:
         )
 
     def _keep(self, lookup: Lookup, agent: AgentVersion, cache: SequenceCache) -> None:
-        """Keep in RAM what was read from disk. The engine's memory comes back when its turn is saved; only a prompt
-        that is never saved makes a copy."""
+        """Keep in RAM what was read from disk. A turn that is saved hands the engine's memory back later; otherwise
+        that memory is copied."""
         if cache.room is not None:
             if lookup.is_saved or cache.n_tokens * lookup.model.spec.bytes_per_token > self._ram_cache.max_bytes:
                 return
@@ -469,7 +448,7 @@ class PrefixLookup:
         self._ram_cache.put(agent.agent_id, RamCacheEntry(agent.number, chain, cache))
 
     def _blocks_of_session(self, lookup: Lookup) -> tuple[AgentBlocks, str | None]:
-        """The conversation of the session that has most in common with the prompt, and why that is little."""
+        """The session's conversation that shares most with the prompt, and the reason if that is little."""
         if lookup.session is None:
             return AgentBlocks(), None
         try:
@@ -490,7 +469,7 @@ class PrefixLookup:
         return AgentBlocks(longest.token_ids, longest.tail, longest.snapshots, owner), reason
 
     def _own_blocks(self, lookup: Lookup, agent: AgentVersion) -> tuple[AgentBlocks, str | None]:
-        """The agent's own cache, if this model and salt may use it; else none and why."""
+        """The agent's own cache, if this model and salt may use it; else none and the reason."""
         model, cache, transcript = lookup.model, agent.cache, agent.transcript
         nothing = AgentBlocks(owner=agent)
         if cache is None or transcript is None:
@@ -532,8 +511,8 @@ class PrefixLookup:
 
 
 def find_prefix(lookup: BlockLookup) -> FoundOnDisk:
-    """The longest prefix on disk; with window or recurrent layers it ends at the last snapshot or checkpoint within the
-    prompt that is whole and before which all blocks are."""
+    """The longest prefix on disk. With window or recurrent layers it ends at the last whole snapshot or checkpoint
+    within the prompt whose preceding blocks are all whole."""
     spec, faults = lookup.spec, list[FaultyPiece]()
     blocks: SequenceCache | None = None
     n_whole = 0
@@ -546,7 +525,7 @@ def find_prefix(lookup: BlockLookup) -> FoundOnDisk:
         chain = lookup.prompt.up_to(n_tokens)
         rest, states, fault = load_snapshot(place.path, chain, spec)
         if fault == "foreign" and place.block and (read_place(place.path) or ("", ()))[1] != chain.rest:
-            continue  # a save has replaced it since the look
+            continue  # a save has replaced it since it was listed
         if fault is not None:
             faults.append(FaultyPiece(place.path, "checkpoint" if place.block else "snapshot", fault))
             continue

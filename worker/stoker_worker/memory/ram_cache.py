@@ -1,9 +1,6 @@
 """Keeps recently used agents' caches in RAM, so that their next turn skips the disk. Any thread; one lock, which is not
-held while arrays are copied.
-
-Entries hold arrays that others made anyway: those that a restore assembled or that a turn handed over. The agent's next
-turn takes them out again (`lookup.py`).
-"""
+held while arrays are copied. Entries hold arrays that exist anyway: of a restore or of a finished turn. The agent's
+next turn takes them out again (`lookup.py`)."""
 
 import logging
 import os
@@ -24,12 +21,7 @@ from stoker_worker.ports.memory import common_length
 
 @dataclass(frozen=True)
 class RamCacheEntry:
-    """One agent's cache in RAM.
-
-    Attributes:
-        version: of the agent.
-        chain: its tokens.
-    """
+    """The cache of one agent's `version` in RAM; `chain` has its tokens."""
 
     version: int
     chain: BlockChain
@@ -45,12 +37,8 @@ class RamCacheEntry:
 
 @dataclass
 class ExpectedEntry:
-    """An agent whose cache is being read ahead.
-
-    Attributes:
-        order: the agents whose jobs are next, the next one first.
-        n_bytes: reserved for it.
-    """
+    """An agent whose cache is being read ahead. `order`: the agents whose jobs are next, the next one first. `n_bytes`:
+    reserved for it."""
 
     agent_id: str
     order: Sequence[str]
@@ -74,7 +62,8 @@ DEFAULT_SHARE: Final = 1 / 16
 
 
 MOST_AGENTS: Final = 2048
-"""A cache of a few tokens is read from disk as fast, and many of them would take memory that no limit counts right."""
+"""A cache of a few tokens is read from disk as fast, and many would take memory beside the arrays, which no limit
+counts."""
 
 
 def default_memory_bytes() -> int:
@@ -110,8 +99,8 @@ class RamCache:
         return agent_id in self._entries
 
     def pin(self, running: frozenset[str], waiting: frozenset[str]) -> None:
-        """From now on these agents, and no others, have work: they lose nothing, except that those that wait make room
-        for others whose turn is sooner (see `reserve`)."""
+        """From now on these agents, and no others, have work: they lose nothing, except that waiting ones make room for
+        others whose turn is sooner (see `reserve`)."""
         self._running, self._waiting = running, waiting
 
     def find(self, agent: AgentVersion, prompt: BlockChain, spec: ModelCacheSpec) -> SequenceCache | None:
@@ -145,17 +134,17 @@ class RamCache:
             self._drop(agent_id)
 
     def keep_only(self, model: str) -> None:
-        """From now on keep nothing of another model than this fingerprint."""
+        """From now on keep only caches of the model with this fingerprint."""
         with self._lock:
             self._model = model
             for name in [name for name, entry in self._entries.items() if entry.chain.model != model]:
                 self._drop(name)
 
     def expect(self, agent_id: str, order: Sequence[str]) -> bool:
-        """The agent's newest version is going to be read ahead, one agent at a time. Whatever happens to its entry
-        before `arrive` makes that worthless: it may be an older version by then. ``False``: there is an entry. `order`:
-        the agents whose jobs are next, the next one first: those behind `agent_id` make room for it. For an agent that
-        is not among them nobody does, and its entry is the first to go."""
+        """Begin to read ahead the agent's newest version, one agent at a time; ``False``: there is an entry. Any change
+        of its entry before `arrive` makes the read worthless: it may be an older version by then. `order`: the agents
+        whose jobs are next, the next one first: those after `agent_id` make room for it. For an agent that is not among
+        them nobody does, and its entry is the first to go."""
         with self._lock:
             if agent_id in self._entries:
                 return False
@@ -163,7 +152,7 @@ class RamCache:
             return True
 
     def reserve(self, n_bytes: int) -> bool:
-        """Make room for the expected entry; ``False`` when there is not enough, or it is worthless by now."""
+        """Make room for the expected entry; ``False``: there is not enough, or it is worthless by now."""
         with self._lock:
             expected = self._expected
             if expected is None:
@@ -176,7 +165,7 @@ class RamCache:
             return True
 
     def arrive(self, entry: RamCacheEntry | None) -> None:
-        """The end of what `expect` began; ``None``: nothing came of it."""
+        """End what `expect` began; ``None``: nothing was read."""
         with self._lock:
             expected = self._expected
             if expected is None:
@@ -197,8 +186,8 @@ class RamCache:
         yield from (name for name in reversed(behind) if name in self._entries and name not in running)
 
     def _make_room(self, n_bytes: int, others: Iterable[str]) -> bool:
-        """Drop those of `others`, in this order, that have to go for one more agent and `n_bytes` in all; none, if that
-        is not enough."""
+        """Drop as many of `others`, in this order, as one more agent and `n_bytes` in all require; none, if that is not
+        enough."""
         over, n_over, going = n_bytes - self.max_bytes, len(self._entries) + 1 - MOST_AGENTS, list[str]()
         for name in others if over > 0 or n_over > 0 else ():
             going.append(name)

@@ -1,9 +1,9 @@
 """Reads caches from disk into the RAM cache before their agents' jobs start. Owns the choice of the next one, and one
 thread; writes nothing.
 
-First the agents whose jobs are next in the queue, in that order. Before the first job runs, then those used last, until
-the RAM cache is full: while a model loads, the disk has time. A restore goes before: reading waits for it. Damage is
-left to the restore, which names it: nothing is kept of an agent unless all its files are whole.
+First come the agents whose jobs are next in the queue, in that order. Before the first job runs, while the model loads,
+those used last follow, until the RAM cache is full. Reading waits for every restore. Damage is left to the restore,
+which names it: an agent's cache is kept only if all of its files are whole.
 """
 
 import itertools
@@ -27,7 +27,7 @@ from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ModelCacheSpec
 
 @dataclass(frozen=True)
 class WholeCache:
-    """A cache all of whose files should be there. `spec`: of the model that made it."""
+    """A cache whose files should all exist. `spec`: of the model that made it."""
 
     agent: AgentVersion
     cache: CachedPrefix
@@ -35,7 +35,7 @@ class WholeCache:
 
     @classmethod
     def find(cls, parts: StoreParts, agent_id: str, model: LoadedModel | None) -> Self | None:
-        """`model`: that must have made it; ``None``: any model that has saved something in this store. Raises
+        """`model`: the one that must have made it; ``None``: any model that has saved something in this store. Raises
         `OSError`, `Damaged`, `ValueError`: the rows cannot be read."""
         with parts.database.snapshot() as connection:
             state = transcripts.read_agent(connection, agent_id)
@@ -93,7 +93,7 @@ def _spec_of(connection: Connection, fingerprint: str, model: LoadedModel | None
 _log = logging.getLogger(__name__)
 
 _MOST_RECENT: Final = 1024
-"""Agents that may be read before the first job, so that a start looks at no more of a large store."""
+"""Agents that may be read before the first job, so that a start does not go through a large store."""
 
 
 class ReadAhead:
@@ -140,7 +140,7 @@ class ReadAhead:
 
     @contextmanager
     def giving_way(self, agent_id: str | None) -> Iterator[None]:
-        """Inside, nothing is read ahead. Waits for this agent's cache if it is just being read: no file is read
+        """Inside, nothing is read ahead. Waits for this agent's cache if it is just being read, so that no file is read
         twice."""
         with self._changed:
             self._fills = False
@@ -251,4 +251,4 @@ class ReadAhead:
 
 
 class _NotWanted(Exception):
-    """The agent whose cache is being read has lost its place in the order, or the store is closing."""
+    """The agent whose cache is being read has left the order, or the store is closing."""

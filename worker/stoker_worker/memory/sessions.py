@@ -1,10 +1,10 @@
 """Keeps the caches of a session's calls, each of which carries its whole conversation. Loader and finisher threads.
 
-A session has side calls under its name, so it has several conversations: 16 at most, the one used last longest. Each is
-a row in `agents` without a transcript, whose version counts its calls, so what it holds is evicted and removed like an
-agent's: the blocks of its last prompt and answer, and the tail or the snapshots behind them. A call belongs to the
-conversation that it goes on with, as its tokens show; nobody names it. The name of a row begins with a newline, which
-no agent's id does.
+A session may have side calls under its name, so it has up to 16 conversations; the one used longest ago is replaced
+first. Each is a row in `agents` without a transcript, whose version counts its calls, so its cache is evicted and
+removed like an agent's: the blocks of its last prompt and answer, and the tail or the snapshots after them. A call
+belongs to the conversation whose tokens it continues; no field names it. A row's name begins with a newline, which no
+agent's id does.
 """
 
 import threading
@@ -31,10 +31,10 @@ MOST_CONVERSATIONS: Final = 16
 """Of one session, model and salt."""
 
 _OPENING_TOKENS: Final = 8
-"""A template may write the end of a prompt, where the answer begins, otherwise once the answer is there."""
+"""A template may write the end of a prompt, where the answer begins, differently once the answer is there."""
 
 _MOST_STEPS: Final = 4096
-"""Blocks of one conversation that are looked at for the place where a prompt has left it: a million tokens."""
+"""Blocks of one conversation that are searched for the place where a prompt leaves it: a million tokens."""
 
 _MOST_LOOKS: Final = 4
 
@@ -42,32 +42,31 @@ _FIRST: Final = "\n"
 
 
 def is_of_session(name: str) -> bool:
-    """Returns whether a row in `agents` is a session's."""
+    """True if a row in `agents` is a session's."""
     return name.startswith(_FIRST)
 
 
 def shown(name: str) -> str:
-    """What a log calls a row in `agents`."""
+    """The name of a row in `agents` for logs."""
     return f"conversation of session {name.split(_FIRST)[1]!r}" if is_of_session(name) else f"agent {name!r}"
 
 
 def names_of(session: str, root: str) -> list[str]:
-    """The names that the session's conversations may have. `root`: of their chains, which a model and a salt have."""
+    """The names that the session's conversations may have. `root`: of their chains, the same for one model and salt."""
     start = f"{_FIRST}{session}{_FIRST}{root[:32]}{_FIRST}"
     return [f"{start}{n}" for n in range(MOST_CONVERSATIONS)]
 
 
 @dataclass(frozen=True)
 class KeptConversation:
-    """A conversation of a session, beside a prompt.
+    """A conversation of a session, compared with a prompt.
 
     Attributes:
         prompt_tokens: in the prompt of its last call.
-        token_ids: the tokens that are cached, as far as the prompt may need them: up to the end of the first piece in
-            which the two differ.
-        tail: its place.
-        snapshots: after how many tokens each was taken that the prompt begins with, ascending, and its file.
-        n_common: tokens that the prompt begins with.
+        token_ids: the cached tokens, up to the end of the first piece in which the two differ.
+        tail: its file.
+        snapshots: those within the common tokens: after how many each was taken, ascending, and its file.
+        n_common: leading tokens that both have.
     """
 
     row: AgentRow
@@ -79,12 +78,13 @@ class KeptConversation:
 
     @property
     def goes_on(self) -> bool:
-        """True if the prompt begins with its last prompt, but for the end of that."""
+        """True if the prompt begins with its last prompt, except for the end of that."""
         return self.n_common >= max(self.prompt_tokens - _OPENING_TOKENS, self.prompt_tokens // 2 + 1)
 
 
 def why_missed(kept: list[KeptConversation], n_prompt: int, *, n_elsewhere: int, has_snapshots: bool) -> str | None:
-    """Why a prompt of `n_prompt` tokens finds less than its session has cached, if that is not how calls go on.
+    """Why a prompt of `n_prompt` tokens finds less than its session has cached; ``None``: it finds what a next call may
+    expect.
 
     Args:
         kept: the session's conversations, the one used last first.
@@ -112,8 +112,7 @@ class SessionCaches:
         self._saving: set[str] = set()
 
     def conversations(self, session: str, prompt: BlockChain) -> list[KeptConversation]:
-        """The session's conversations of the prompt's model and salt, the one used last first. Raises `OSError`,
-        `Damaged`."""
+        """The session's conversations of the prompt's model and salt, last used first. Raises `OSError`, `Damaged`."""
         n_before = {prompt.root: 0} | {address: n for n, address in enumerate(prompt.addresses, start=1)}
         names = names_of(session, prompt.root)
         kept: list[KeptConversation] = []
@@ -121,7 +120,7 @@ class SessionCaches:
             with self._database.snapshot() as connection:
                 rows = transcripts.session_rows(connection, names)
                 kept = [self._compare(connection, row, n_prompt, prompt, n_before) for row, n_prompt in rows]
-            with self._database.snapshot() as connection:  # what a save replaced meanwhile, its files are gone
+            with self._database.snapshot() as connection:  # a save may have removed files meanwhile
                 now = transcripts.session_rows(connection, names)
             if {row.agent_id: row.version for row, _ in rows} == {row.agent_id: row.version for row, _ in now}:
                 break
@@ -130,10 +129,8 @@ class SessionCaches:
     def save(
         self, session: str, chain: BlockChain, cache: SequenceCache, *, prompt_tokens: int, model: LoadedModel
     ) -> tuple[str, int, int]:
-        """Keep the cache of a call's prompt and answer, in place of that of the conversation that it goes on with.
-
-        Args:
-            chain: of the tokens that are cached, `prompt_tokens` of which are the prompt.
+        """Keep the cache of a call's prompt and answer, in place of that of the conversation that it continues.
+        `chain`: of the cached tokens, `prompt_tokens` of which are the prompt.
 
         Returns:
             the name of the conversation, its version, and how many bytes the store has grown at most.
@@ -188,9 +185,8 @@ class SessionCaches:
         return saved.n_bytes + piece_bytes + LOG_BYTES
 
     def _take(self, session: str, chain: BlockChain) -> tuple[str, int, Places]:
-        """The row that nobody else writes until it is in `_saving` no more, its next version, and the snapshots that
-        the call goes on from: the row of the conversation that it goes on with; or a free one; or the one used longest
-        ago."""
+        """Reserve a row in `_saving`: its name, its next version, and the snapshots that the call continues from. It is
+        the row of the conversation that the call continues; or a free one; or the one used longest ago."""
         with self._lock:
             kept = self.conversations(session, chain)
             idle = [one for one in kept if one.row.agent_id not in self._saving]
@@ -206,7 +202,7 @@ class SessionCaches:
     def _compare(
         self, connection: Connection, row: AgentRow, n_prompt: int, prompt: BlockChain, n_before: Mapping[str, int]
     ) -> KeptConversation:
-        """`n_before`: how many blocks of the prompt there are up to each address, its root's included."""
+        """`n_before`: how many blocks of the prompt come up to each address, its root's included."""
         tail, *places = self._pieces.paths(row.agent_id, row.version)
         snapshots = []
         for path in places:
@@ -222,7 +218,8 @@ class SessionCaches:
     def _end_of_chain(
         self, connection: Connection, row: AgentRow, model: str, n_before: Mapping[str, int]
     ) -> tuple[int, tuple[int, ...]]:
-        """With how many tokens of the conversation's blocks the prompt begins, and the tokens of the block after."""
+        """How many leading tokens the prompt shares with the conversation's blocks, and the tokens of the block
+        after."""
         if row.last_block is None:
             return 0, ()
         if (n_blocks := n_before.get(row.last_block.hex())) is not None:
@@ -235,12 +232,8 @@ class SessionCaches:
 
 def remove_session(parts: StoreParts, session: str) -> tuple[int, int]:
     """Remove what is kept of the session, for every model and salt, and the blocks that only it used; returns how many
-    conversations and blocks. A call that runs meanwhile is kept.
-
-    Raises:
-        OSError: some files or rows are left.
-        Damaged: the database is damaged.
-    """
+    conversations and blocks. A call that runs meanwhile is kept. Raises `OSError`: some files or rows are left;
+    `Damaged`: the database is damaged."""
     with parts.database.snapshot() as connection:
         names = transcripts.session_names(connection, f"{_FIRST}{session}{_FIRST}")
     blocks = sum(forget_agent(parts, name, only_here=True).blocks for name in names)
@@ -248,8 +241,8 @@ def remove_session(parts: StoreParts, session: str) -> tuple[int, int]:
 
 
 def _after(path: Path, n_before: Mapping[str, int]) -> tuple[int, tuple[int, ...]] | None:
-    """How many tokens come before a cache file, and its own as its header has them: whoever uses the file verifies
-    both. ``None``: it does not follow a block of the prompt, or is not there."""
+    """How many tokens come before a cache file, and its own as its header has them: the user of the file verifies both.
+    ``None``: it does not follow a block of the prompt, or is not there."""
     parent, ids = read_place(path) or ("", ())
     n_blocks = n_before.get(parent)
     return None if n_blocks is None else (n_blocks * BLOCK_TOKENS, ids)

@@ -1,8 +1,8 @@
 """`AgentCacheStore`: agent memory on disk, as the worker sees it (`CacheStorePort`). The way into this package.
 
-Owns the order of a save. With a shared store, what other workers have made is brought in first, and each version is
+Owns the order of a save. With a shared store, the versions of other workers are brought in first, and each version is
 made there before it is made here (`StoreParts.commit_next`). `open_agent`, `answer` and `restore` run on the loader
-thread, `save` and `mark_unsaved` on finisher threads, at the same time, for different agents. Nothing here grows with
+thread, `save` and `mark_unsaved` on finisher threads, at the same time for different agents. Nothing here grows with
 the number of agents.
 """
 
@@ -70,7 +70,7 @@ class AgentCacheStore(CacheStorePort):
     Attributes:
         budget: the bytes on disk, and their limit.
         ram_cache: the caches in RAM, and their limit.
-        unsaved: the turns that are lost, and that the database has not heard of.
+        unsaved: turns that could not be saved and are not yet noted in the database.
 
     Raises:
         StoreUnusable: the folder is locked, damaged, of an unknown format, or cannot be written.
@@ -93,7 +93,7 @@ class AgentCacheStore(CacheStorePort):
     ) -> None:
         """`max_bytes` as in `DiskBudget`, `memory_max_bytes` as in `RamCache`, `wait` as in `StoreLock`, `agent_ttl_s`
         and `session_ttl_s` as in `Upkeep`, `shared_max_bps` as in `CachesBehind`; `keep_versions`: how many versions of
-        an agent a rollback can return to; `shared`: the store that several workers have in common, not asked yet."""
+        an agent stay for a rollback; `shared`: the shared store, which is not contacted yet."""
         with ExitStack() as opened, refused_if_unusable(folder):
             opened.enter_context(closing(StoreLock(folder, wait=wait)))
             self.parts = parts = open_parts(folder, files, create=True, connector=connector)
@@ -125,7 +125,7 @@ class AgentCacheStore(CacheStorePort):
         return self._prefixes.misses
 
     def meet(self) -> None:
-        """Ask the shared store whether it is the right one. Without this, the first call that needs it does.
+        """Check that the shared store is the right one. Without this, the first call that needs it does.
 
         Raises:
             BucketAway: it does not answer; it will be asked again.
@@ -134,8 +134,8 @@ class AgentCacheStore(CacheStorePort):
         self.parts.replica.meet()
 
     def shared_id(self) -> str:
-        """Of the shared store, wherever it is mounted; empty: there is none, or it never answered. Raises `OSError`,
-        `Damaged`."""
+        """The shared store's id, the same wherever it is mounted; empty: there is none, or it never answered. Raises
+        `OSError`, `Damaged`."""
         with self._database.snapshot() as connection:
             note = read_note(connection)
         return "" if note is None else note.id
@@ -220,7 +220,7 @@ class AgentCacheStore(CacheStorePort):
                 if not self.parts.replica.is_shared:
                     raise
                 known = None
-                with suppress(AgentTranscriptUnreadable, OSError, Damaged):  # whoever runs the job again meets it
+                with suppress(AgentTranscriptUnreadable, OSError, Damaged):  # the next run of the job meets it
                     self.look(turn.agent_id)
                     known = self.answer(turn.agent_id, turn.delivery)  # an earlier run of the job may have made it
                 if known is None:
@@ -249,7 +249,7 @@ class AgentCacheStore(CacheStorePort):
         return saved.result
 
     def changed(self, agent_id: str) -> None:
-        """The agent has a new version, made here: its cache goes to the shared store behind it."""
+        """The agent has a new version, made here: queue its cache for the shared store."""
         if self._behind is not None:
             self._behind.add(agent_id)
 
@@ -289,7 +289,7 @@ class AgentCacheStore(CacheStorePort):
         model: LoadedModel,
         salt: str | None,
     ) -> None:
-        """On this machine only: the caches of sessions do not go to the shared store."""
+        """On this machine only: caches of sessions do not go to the shared store."""
         chain = BlockChain(model.fingerprint, salt, token_ids)
         try:
             name, version, n_bytes = self._sessions.save(
@@ -305,7 +305,7 @@ class AgentCacheStore(CacheStorePort):
         self._notes.ended(agent_id, transcripts.delivery_key(agent_id, delivery), time.time() + remember_s)
 
     def mark_unsaved(self, agent_id: str) -> None:
-        """With a shared store it raises always: other workers would go on without the turn, and not know that it is
+        """With a shared store it always raises: other workers would go on without the turn, and not know that it is
         missing."""
         if self.parts.replica.is_shared:
             raise OSError("a turn that is not in the shared store can only be noted here")
@@ -328,7 +328,7 @@ class AgentCacheStore(CacheStorePort):
         return self._behind is not None and self._behind.use().away_s > 0
 
     def shared_use(self) -> SharedUse | None:
-        """Of the shared store, if there is one. No I/O; any thread."""
+        """The shared store's use, if there is one. No I/O; any thread."""
         return None if self._behind is None else self._behind.use()
 
     def _brought_in(self, agent_id: str) -> None:
@@ -346,8 +346,8 @@ class AgentCacheStore(CacheStorePort):
         self._read_ahead.next(agents)
 
     def use(self) -> StoreUse:
-        """The room that the store takes, for metrics and health checks. Any thread. Raises `OSError`: the store cannot
-        be read or written."""
+        """The disk and RAM that the store takes, for metrics and health checks. Any thread. Raises `OSError`: the store
+        cannot be read or written."""
         folder = self.parts.path
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(f"{folder} is not writable")
@@ -366,7 +366,7 @@ class AgentCacheStore(CacheStorePort):
         )
 
     def start_upkeep(self) -> None:
-        """Start the threads that keep the store small and its books right, and write caches behind the turns."""
+        """Start the threads that evict, correct the cache index, and write caches to the shared store."""
         self._upkeep.start()
         if self._behind is not None:
             self._behind.start()
@@ -385,7 +385,7 @@ class AgentCacheStore(CacheStorePort):
 
     def _answer_there(self, agent_id: str, version: int, key: bytes) -> Mapping[str, Any]:
         """Raises `SharedStoreAway`, `Damaged`; `AgentVersionConflict`: the agent was forgotten since, or the version is
-        too old. The job would bring back what is gone."""
+        too old, so a new run of the job would bring back what is gone."""
         text = self.parts.replica.result_in(agent_id, version, key)
         if text is None:
             raise AgentVersionConflict(
@@ -405,10 +405,8 @@ class AgentCacheStore(CacheStorePort):
 
 class AgentJobs(AgentJobsPort):
     """Carries out jobs about an agent's memory: info, forget, fork, rollback. Finisher threads, beside saves and
-    restores of other agents.
-
-    The commands of the shell make the same changes; here the worker's own state (budget, RAM) follows them.
-    """
+    restores of other agents. The shell's commands make the same changes; here the worker's own state (budget, RAM)
+    follows them."""
 
     def __init__(self, store: AgentCacheStore, *, keep_versions: int) -> None:
         self._store = store
@@ -481,7 +479,7 @@ class AgentJobs(AgentJobsPort):
             seen = replace(seen, state="unsaved", problem="its last turn was not saved")
         kept = [asdict(version) for version in versions if version.can_return][-_MOST_VERSIONS:]
         fields = {"job_id": delivery.job_id, "exists": True, "own_bytes": seen.own_bytes, "versions": kept}
-        return AgentInfo.model_validate(asdict(seen) | fields)  # it takes those that it has
+        return AgentInfo.model_validate(asdict(seen) | fields)  # it ignores the others
 
     def _forget(self, agent_id: str, asked: Asked) -> AgentForgotten:
         try:
@@ -511,7 +509,7 @@ class AgentJobs(AgentJobsPort):
 
 @contextmanager
 def _unreadable(agent_id: str) -> Iterator[None]:
-    """Damage here becomes the error that names the agent."""
+    """Turns damage and I/O errors into the error that names the agent."""
     try:
         yield
     except (Damaged, OSError) as error:
@@ -521,6 +519,6 @@ def _unreadable(agent_id: str) -> Iterator[None]:
 
 
 def _log_way_on(agent_id: str, error: Exception) -> None:
-    """Damage is the operator's to mend: the producer is told of it, without the commands of this machine."""
+    """Log how to repair damage, for the operator: the producer's error does not name this machine's commands."""
     if isinstance(error, Damaged):
         _log.error("agent %r: %s", agent_id, with_way_on(error))

@@ -1,6 +1,6 @@
-"""The parts of a store by name, and how a store is opened: made, checked, refused. Any thread.
+"""The parts of a store by name, and how a store is made, checked and opened. Any thread.
 
-Several processes may have a store open, the worker and the shell's commands; SQLite's locks and atomic renames keep
+Several processes may have a store open: the worker and the shell's commands. SQLite's locks and atomic renames keep
 them apart. Only one of them is a worker (`locks.StoreLock`).
 """
 
@@ -36,13 +36,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class NextVersion:
-    """An agent's next version on its way: into the shared store first, if there is one, and then into the database.
+    """An agent's next version, before it is in the shared store, if there is one, and in the database.
 
     Attributes:
-        record: ``None``: an empty version, because the agent is forgotten.
-        delivery: key of the delivery that makes it; ``None``: a command does.
+        record: ``None``: an empty version, of an agent that is forgotten or unknown.
+        delivery: key of the delivery that makes it; ``None`` for a command.
         result: the answer to that delivery, as JSON.
-        layout: of the caches of the model that made its cache.
+        layout: cache layout of the model that made its cache.
     """
 
     agent_id: str
@@ -55,7 +55,7 @@ class NextVersion:
 
 @dataclass(frozen=True)
 class Forgotten:
-    """An agent whose newest version is an empty one. Its numbers go on. `ended`: the ends of its deliveries, by their
+    """An agent whose newest version is an empty one, of this number. `ended`: the ends of its deliveries, by their
     keys."""
 
     number: int = 0
@@ -66,8 +66,7 @@ NEVER_MADE = Forgotten()
 
 
 class Replica:
-    """The shared store behind a store's database, which is a copy of it; of this class itself: there is none.
-    `is_shared`: whether there is a shared store."""
+    """The shared store of which a store's database is a copy. This class itself is for a store without one."""
 
     is_shared = False
 
@@ -86,33 +85,29 @@ class Replica:
         """Bring the agent in anew, because the copy here cannot be read. Raises as `look`."""
 
     def publish(self, version: NextVersion) -> None:
-        """Make this the agent's newest version in the shared store.
-
-        Raises:
-            VersionTaken: there is another one of this number, or a newer one.
-            SharedStoreAway: it may be there or not.
-        """
+        """Make this the agent's newest version in the shared store. Raises `VersionTaken`: there is another one of this
+        number, or a newer one; `SharedStoreAway`: it may be there or not."""
 
     def committed(self, connection: Connection, version: NextVersion) -> None:
-        """In the transaction that makes it the newest version here."""
+        """Called in the transaction that makes it the newest version here."""
 
     def forgotten(self, agent_id: str) -> Forgotten:
-        """The agent, which is unknown here, as the last look found it in the shared store."""
+        """An agent that is unknown here, as the last look found it in the shared store."""
         return NEVER_MADE
 
     def result_in(self, agent_id: str, version: int, key: bytes) -> str | None:
-        """The answer to the delivery of this key, from the version in the shared store; ``None``: it is not there any
-        more. Raises `SharedStoreAway`, `Damaged`: that cannot be known."""
+        """The answer to the delivery of this key, from the version in the shared store; ``None``: it is gone. Raises
+        `SharedStoreAway`, `Damaged`: that cannot be known."""
         return None
 
     def expire(self, agent_id: str, unused_s: float) -> bool:
-        """Returns whether the agent may be removed here, where it was unused for so long. It is forgotten everywhere if
-        its newest version is as old."""
+        """True if the agent, unused here for so long, may be removed here. It is forgotten everywhere if its newest
+        version is as old."""
         return True
 
 
 class Holds:
-    """The cache that work in this process counts on; in a command of the shell, none. `lock`: never held while a
+    """The cache that work in this process counts on; none in a command of the shell. `lock`: never held while a
     transaction is waited for."""
 
     def __init__(self) -> None:
@@ -125,18 +120,17 @@ class Holds:
 
     def pin(self, running: frozenset[str], waiting: frozenset[str], *, is_all: bool = True) -> None:
         """From now on these agents, and no others, have work: those that run lose nothing, those that wait lose theirs
-        last. Never blocks. `is_all`: whether no other agent has work waiting."""
+        last. Never blocks. `is_all`: no other agent has work waiting."""
         self._is_all = is_all
         self._running, self._waiting = running, waiting
 
     def has_work(self, agent_id: str) -> bool:
-        """Returns whether the agent has, or may have, work that runs or waits."""
+        """True if the agent has, or may have, work that runs or waits."""
         return not self._is_all or any(agent_id in agents for agents in (self._running, self._waiting, self._in_use))
 
     @contextmanager
     def using(self, agent_id: str | None, blocks: Iterable[str]) -> Iterator[None]:
-        """Inside, the agent loses nothing, and the blocks of these addresses stay. `agent_id`: ``None`` for a job
-        without one."""
+        """Inside, the agent, if any, loses nothing, and the blocks of these addresses stay."""
         agents, held = () if agent_id is None else (agent_id,), tuple(blocks)
         with self.lock:
             self._in_use.update(agents)
@@ -149,7 +143,7 @@ class Holds:
                 _release(self._held, held)
 
     def is_held(self, address: str) -> bool:
-        """Returns whether somebody counts on the block."""
+        """True if work counts on the block."""
         with self.lock:
             return address in self._held
 
@@ -158,7 +152,7 @@ class Holds:
         return self._running.union(self._waiting, self._in_use)
 
     def is_running(self, agent_id: str) -> bool:
-        """Returns whether the agent may lose nothing. With `lock` held."""
+        """True if the agent may lose nothing. With `lock` held."""
         return agent_id in self._running or agent_id in self._in_use
 
     def waits(self, agent_id: str) -> bool:
@@ -170,7 +164,7 @@ class Holds:
 
 
 def _release(counts: Counter[str], names: Iterable[str]) -> None:
-    """Only these are looked at: a `Counter` that something is subtracted from goes through all that it has."""
+    """Looks at these names only: subtracting from a `Counter` goes through all that it has."""
     for name in names:
         counts[name] -= 1
         if not counts[name]:
@@ -179,8 +173,7 @@ def _release(counts: Counter[str], names: Iterable[str]) -> None:
 
 @dataclass
 class StoreParts:
-    """An open store. `replica`: the shared store that it is a copy of, if there is one. `holds`: what this process
-    counts on."""
+    """An open store. `replica`: its shared store, if there is one. `holds`: the cache that this process counts on."""
 
     path: Path
     files: Disk
@@ -200,7 +193,7 @@ class StoreParts:
 
         Returns:
             what `change` returned; ``None``: it failed here, but the version is in the shared store, and so it is made.
-            The next look brings it in.
+                The next look brings it in.
 
         Raises:
             VersionTaken, SharedStoreAway: as `Replica.publish`; nothing has changed here.
@@ -265,8 +258,8 @@ def make_folders(path: Path, writer: CacheWriter) -> None:
 
 @contextmanager
 def opened(path: Path) -> Iterator[StoreParts]:
-    """A store that exists, for one command; a worker may have it open too. Raises `StoreUnusable`: as `open_parts`, or
-    the command came to a damaged page."""
+    """An existing store, for one command; a worker may have it open too. Raises `StoreUnusable` as `open_parts`, and
+    when the command meets a damaged page."""
     with closing(open_parts(path)) as parts, refused_if_damaged(path):
         with refused_if_unusable(path):
             UnsavedTurns(path, parts.database, parts.files).move_all()

@@ -20,7 +20,7 @@ class AgentSummary:
         cached_tokens: how many of `tokens` had a cache when the newest version was saved.
         transcript_bytes: of all versions that are kept.
         piece_bytes: its tail and snapshots on disk.
-        blocks: how many blocks of its cache are on disk, with `block_bytes`; other agents may use some of them too.
+        blocks: blocks of its cache on disk, with `block_bytes`; other agents may use some of them too.
         last_used: ISO 8601, UTC.
         state: ``unsaved``: the last turn is not in its transcript, so `append` is refused. `problem` gives the reason.
     """
@@ -79,8 +79,9 @@ class VersionSummary:
     """One version of an agent.
 
     Attributes:
-        job_id: the job that made it; ``None``: a command did.
-        made_by: ``turn``, ``fork`` (from another agent) or ``rollback`` (to an earlier version).
+        job_id: the job that made it; ``None`` for a command.
+        made_by: ``turn``, ``fork`` (from another agent), ``rollback`` (to an earlier version) or ``closed`` (the one
+            before it again).
         tokens: in the transcript; `new_tokens` of them are not in the version before, as far as that is kept.
         finish_reason: of the job's result; `ended_by` is more exact: ``eos``, ``stop`` or ``length``.
         saved_at: ISO 8601, UTC.
@@ -100,7 +101,7 @@ class VersionSummary:
 
 
 def versions_of(connection: Connection, row: AgentRow) -> list[VersionSummary]:
-    """Every version of the agent that is kept and can be read, oldest first. Raises `sqlite3.Error`."""
+    """Every kept and readable version of the agent, oldest first. Raises `sqlite3.Error`."""
     versions: list[VersionSummary] = []
     tokens: tuple[int, ...] = ()
     for record, is_whole in read_history(connection, row):
@@ -127,7 +128,7 @@ def versions_of(connection: Connection, row: AgentRow) -> list[VersionSummary]:
 
 
 def iso(unix_s: float) -> str | None:
-    """A Unix time, to the second; ``None`` for no time at all."""
+    """A Unix time, to the second; ``None`` if it is out of range."""
     try:
         return datetime.fromtimestamp(int(unix_s), UTC).isoformat()
     except (ValueError, OverflowError, OSError):

@@ -1,17 +1,17 @@
-"""The agents of a store in its database: their transcripts in versions, and the answers to their jobs. Any thread.
+"""An agent's transcript in versions, and the answers to its jobs, in the store's database. Any thread.
 
-A version is a record: how much of its parent's token ids, messages and text it keeps, and what follows. So its size
-does not grow with the conversation. Every `FULL_EVERY` versions it is the whole transcript, so that an agent of ten
-thousand turns is read like one of ten.
+Owns the tables `agents`, `turns` and `deliveries`. Functions with a connection run inside `Database.snapshot` or a
+change of `Database.commit`; records have no I/O.
 
-An agent is found by its id and, over another index, by the hash of its id: a damaged page can hide a row from one of
+A version's row has how much of its parent's token ids, messages and text it keeps, and what follows, so its size does
+not grow with the conversation. Every `FULL_EVERY` versions a row has the whole transcript, so an agent of ten thousand
+turns is read like one of ten.
+
+An agent is found by its id and, over a second index, by the hash of its id: a damaged page can hide a row from one of
 them, and an agent that one index knows is never taken for a new one.
 
-A delivery that comes again is answered from here. An answer is kept while its job can live in Redis, and then
-forgotten. With a shared store, it may be in the version there that the delivery made; its row is then without it.
-
-Records are pure. The rest runs inside `Database.snapshot` or a change of `Database.commit`, and owns the tables
-`agents`, `turns` and `deliveries`.
+A repeated delivery gets the answer that is kept here while its job can live in Redis. With a shared store, the answer
+may be in the version that the delivery made there; its row here then has only the version's number.
 """
 
 import hashlib
@@ -49,12 +49,12 @@ class About:
 
     Attributes:
         carry_text: the end of the last answer, if no token covers it.
-        tokenizer: fingerprint of the tokenizer and template that the token ids belong to.
-        job_id: ``None``: a command made it.
-        answer_until: Unix time until which its delivery may come again, and its answer must be there.
+        tokenizer: fingerprint of the tokenizer and chat template of the token ids.
+        job_id: ``None`` for a command.
+        answer_until: Unix time until which the delivery may be repeated, so that its answer must be kept.
         saved_at: Unix time.
-        tokens: in the transcript.
-        since_full: versions since the last whole transcript; 0 for a whole one.
+        tokens: length of the transcript.
+        since_full: versions since the last row with the whole transcript; 0 for such a row.
     """
 
     ended_by: EndedBy
@@ -77,13 +77,13 @@ _ABOUT: Final = TypeAdapter(About)
 
 @dataclass(frozen=True)
 class TurnRecord:
-    """One version of an agent: the fields are in the order of `COLUMNS`. `new_messages` and `new_text` are ``None``
-    when the transcript has none.
+    """One version of an agent: after `agent_id`, the fields are in the order of `COLUMNS`.
 
     Attributes:
         parent: checksum of the row before it; ``None`` when this one keeps nothing of that.
-        delivery: key of the delivery that made it (see `delivery_key`); ``None``: a command did.
+        delivery: `delivery_key` of the delivery that made it; ``None`` for a command.
         keep_text: characters kept.
+        new_messages, new_text: ``None`` when the transcript has none.
     """
 
     agent_id: str
@@ -120,8 +120,7 @@ class TurnRecord:
 
     @classmethod
     def of_row(cls, agent_id: str, version: int, row: Sequence[Any]) -> Self:
-        """The record in the row at the place of version `version` of `agent_id`. Raises `Damaged`: it is not as it was
-        written, or another agent's or version's."""
+        """The record in `row`. Raises `Damaged`: the row is not as it was written, or of another agent or version."""
         *content, written = row
         try:
             is_whole = row_checksum((agent_id, *content)) == written and content[0] == version
@@ -141,8 +140,8 @@ class TurnRecord:
 
 
 def delta(base: Transcript | None, new: Transcript, parent: bytes | None = None) -> dict[str, Any]:
-    """The fields of a `TurnRecord` that turn `base`, the transcript of row `parent`, into `new`. Without `base` the
-    record keeps nothing, and a record that keeps nothing has no parent."""
+    """The fields of a `TurnRecord` that turn `base`, the transcript of the row with checksum `parent`, into `new`.
+    Without `base`, or where nothing of it is kept, the field `parent` is ``None``."""
     keep_tokens = common_length(base.token_ids, new.token_ids) if base else 0
     keep_messages = _common_messages(base.messages or (), new.messages or ()) if base else 0
     keep_text = common_length(base.text or "", new.text or "") if base else 0
@@ -182,7 +181,7 @@ def replay(records: Iterable[TurnRecord]) -> Transcript:
 
 
 def _messages_json(messages: tuple[Message, ...]) -> str:
-    # Python's own JSON: it keeps NaN, and no text that a tool call may hold is beyond ASCII escapes.
+    # Python's own JSON: it keeps NaN, and escapes the lone surrogates that a tool call may contain.
     return json.dumps([message.model_dump(exclude_defaults=True) for message in messages], separators=(",", ":"))
 
 
@@ -190,7 +189,7 @@ def _messages_of(text: str) -> tuple[Message, ...]:
     """Raises `ValueError`, `TypeError`."""
     try:
         return _MESSAGES.validate_json(text)
-    except ValidationError:  # it knows no lone surrogates, which a tool call may hold
+    except ValidationError:  # pydantic refuses lone surrogates, which a tool call may contain
         return tuple(_MESSAGE.validate_python(fields) for fields in json.loads(text))
 
 
@@ -206,16 +205,16 @@ _FIND: Final = (
     f" UNION ALL SELECT 2, 0, number{', NULL' * _COLUMNS.count(',')} FROM agents INDEXED BY agents_by_key WHERE key = ?"
 )
 IS_OF_SESSION: Final = "agent_id < ' '"
-"""The condition of rows in `agents` that are no agents: see `sessions`."""
+"""The condition for rows of `agents` that belong to sessions, not to agents (see `sessions`)."""
 _CLOCK: Final = "(SELECT clock_s FROM store)"
 _LAST_USED: Final = "last_used = max(CAST(last_used AS REAL), ?)"
 _NOTE_CLOCK: Final = f"UPDATE agents SET used_clock_s = {_CLOCK}"
-"""Only if it is another one: else its index stays as it is."""
+"""Run only if the value changes: otherwise its index need not be written."""
 
 _TEXTS_AND_BLOBS: Final = ("parent", "delivery", "about", "new_tokens", "new_messages", "new_text", "checksum")
 _SIZES: Final = " + ".join(f"coalesce(length(CAST({name} AS BLOB)), 0)" for name in _TEXTS_AND_BLOBS)
 VERSION_BYTES: Final = f"SELECT coalesce(sum({_SIZES}), 0) FROM turns"
-"""Selects the bytes of versions."""
+"""Selects the bytes of all versions; a condition may follow."""
 _RECORD: Final = f"SELECT {COLUMNS} FROM turns WHERE agent = ? AND version = ?"
 
 
@@ -224,13 +223,13 @@ class AgentRow:
     """An agent's row in `agents`.
 
     Attributes:
-        number: of its rows in the other tables.
-        head: checksum of its newest version's row; empty at version 0.
-        unsaved: whether its last turn that finished is not in its transcript.
-        last_block: address of the last block of its cache that is on disk.
+        number: the agent in the other tables.
+        head: checksum of the newest version's row; empty at version 0, if that row is not here, and for sessions.
+        unsaved: whether the last finished turn is missing from the transcript.
+        last_block: address of the last block of its cache in the cache index.
         piece_bytes: allocated bytes of its tail and snapshots.
         evicted: whether cache of its newest version was evicted.
-        problem: why the row cannot be trusted. `version` is then one that no version of the agent is above.
+        problem: why the row cannot be trusted; `version` is then the highest number in `turns`.
     """
 
     number: int
@@ -251,16 +250,16 @@ def row_of(columns: Sequence[Any]) -> AgentRow:
         raise Damaged("its row is not the agent's")
     if checksum != agent_checksum(number, agent_id, version, head, unsaved):
         raise Damaged("the checksum of its row does not match")
-    # No checksum covers the rest: it only decides what is evicted, and no damage there may stop all of it.
+    # No checksum covers the rest: it only decides evictions, and damage there must not stop them.
     last_block = last_block if isinstance(last_block, bytes) else None
     piece_bytes = piece_bytes if isinstance(piece_bytes, int) else 0
     return AgentRow(number, agent_id, version, head, bool(unsaved), last_block, piece_bytes, bool(evicted))
 
 
 def read_chain(connection: Connection, row: AgentRow, version: int, head: bytes | None) -> list[TurnRecord]:
-    """The records to replay for `version`, oldest first: from the last one that keeps nothing. `head`: the checksum
-    that the version's row must have; ``None``: any. Raises `Damaged`: one of them is missing, damaged, or not the one
-    that was written."""
+    """The records to replay for `version`, oldest first, from the last one that keeps nothing. `head`: the checksum
+    that the version's row must have; ``None``: any. Raises `Damaged`: a record is missing, damaged, or not the one that
+    was written."""
     chain: list[TurnRecord] = []
     expected = head
     while not (chain and chain[-1].keeps_nothing):
@@ -278,13 +277,13 @@ def read_chain(connection: Connection, row: AgentRow, version: int, head: bytes 
 
 
 def read_version(connection: Connection, row: AgentRow, version: int) -> tuple[Transcript, CachedPrefix | None]:
-    """The transcript at `version`, and how much of it was cached then. Raises `Damaged` as `read_chain`."""
+    """The transcript at `version`, and the part of it that was cached then. Raises `Damaged` as `read_chain`."""
     chain = read_chain(connection, row, version, row.head if version == row.version else None)
     return replay(chain), chain[-1].about.cache
 
 
 def is_newest(connection: Connection, row: AgentRow, delivery: bytes) -> bool:
-    """Returns whether the delivery of this key made the newest version."""
+    """True if the delivery of this key made the newest version."""
     sql = "SELECT 1 FROM turns WHERE agent = ? AND version = ? AND delivery = ?"
     return connection.execute(sql, (row.number, row.version, delivery)).fetchone() is not None
 
@@ -304,7 +303,8 @@ def read_history(connection: Connection, row: AgentRow) -> Iterator[tuple[TurnRe
 
 
 def _prune(connection: Connection, row: AgentRow, newest: int, keep_versions: int) -> int:
-    """Delete the versions that are neither kept nor needed to read one that is; returns their bytes."""
+    """Delete the versions that are neither among the newest `keep_versions` nor needed to read one of them; returns
+    their bytes."""
     oldest = newest - keep_versions + 1
     if oldest <= 1:
         return 0
@@ -318,11 +318,10 @@ def _prune(connection: Connection, row: AgentRow, newest: int, keep_versions: in
 
 @dataclass(frozen=True)
 class AgentState:
-    """An agent's state.
+    """``row`` is ``None`` for an unknown agent.
 
     Attributes:
         version: the newest version; after a `problem`, the one that a full replacement may continue from.
-        row: ``None`` for an unknown agent.
         problem: why the transcript cannot be trusted; ``None`` when it can.
     """
 
@@ -332,10 +331,10 @@ class AgentState:
 
 
 def read_agent(connection: Connection, agent_id: str) -> AgentState:
-    """The agent's state. A damaged version is a `problem`.
+    """The agent's state; damage to a version becomes its `problem`.
 
     Raises:
-        Damaged: even whether there is such an agent is unknown.
+        Damaged: it is unknown whether there is such an agent.
         sqlite3.Error: the same, or the disk failed.
     """
     row = find_agent(connection, agent_id)
@@ -358,8 +357,8 @@ def read_agent(connection: Connection, agent_id: str) -> AgentState:
 
 
 def find_agent(connection: Connection, agent_id: str) -> AgentRow | None:
-    """The agent's row; `AgentRow.problem` if its content is damaged. Raises `Damaged`: only one of the two indexes
-    knows the agent."""
+    """The agent's row, with a `problem` if its content is damaged. Raises `Damaged`: its two indexes disagree, or its
+    versions cannot be read."""
     found = {row[0]: row[1:] for row in connection.execute(_FIND, (agent_id, key_of(agent_id))).fetchall()}
     if not found:
         return None
@@ -381,7 +380,7 @@ def find_agent(connection: Connection, agent_id: str) -> AgentRow | None:
 
 
 def has_agents(connection: Connection) -> bool:
-    """Returns whether an agent has a version: without, there is nothing to share."""
+    """True if an agent has a version: without one, there is nothing to share."""
     return (
         connection.execute(f"SELECT 1 FROM agents WHERE version > 0 AND NOT {IS_OF_SESSION} LIMIT 1").fetchone()
         is not None
@@ -389,18 +388,18 @@ def has_agents(connection: Connection) -> bool:
 
 
 def advance_clock(connection: Connection, seconds: float) -> None:
-    """A worker has run for so long since the last call."""
+    """Add to the store's clock the time that a worker has run since the last call."""
     connection.execute("UPDATE store SET clock_s = clock_s + ?", (seconds,))
 
 
 def note_use(connection: Connection, agent_id: str, used_at: float) -> None:
-    """The agent is used, at this Unix time. A clock that was set back takes no agent back."""
+    """Note that the agent is used at this Unix time. `last_used` never goes back, even if the clock was set back."""
     connection.execute(f"UPDATE agents SET {_LAST_USED} WHERE agent_id = ?", (used_at, agent_id))
     connection.execute(f"{_NOTE_CLOCK} WHERE agent_id = ? AND used_clock_s IS NOT {_CLOCK}", (agent_id,))
 
 
 def unused_s(connection: Connection, agent_id: str) -> float | None:
-    """For how long workers have run since the agent's last use; ``None`` for an unknown agent."""
+    """Seconds that workers have run since the agent's last use; ``None`` for an unknown agent."""
     sql = f"SELECT CAST({_CLOCK} - used_clock_s AS REAL) FROM agents WHERE agent_id = ?"
     row = connection.execute(sql, (agent_id,)).fetchone()
     return None if row is None else float(row[0])
@@ -409,12 +408,12 @@ def unused_s(connection: Connection, agent_id: str) -> float | None:
 def unused_agents(
     connection: Connection, *, for_s: float, after: tuple[float, int], limit: int, where: str
 ) -> list[tuple[float, int, str]]:
-    """Agents that were not used while workers ran for this time: the store's clock at their last use, their numbers
+    """Agents that nobody used while workers ran for `for_s` seconds: the store's clock at their last use, their numbers
     and ids, in this order.
 
     Args:
-        after: the first two of the last agent that is known.
-        where: which of them: a condition.
+        after: the first two values of the last row of the page before.
+        where: an SQL condition that they meet.
     """
     return connection.execute(
         f"SELECT used_clock_s, number, agent_id FROM agents WHERE used_clock_s < {_CLOCK} - ?"
@@ -427,14 +426,11 @@ def unused_agents(
 def write_version(
     connection: Connection, row: AgentRow | None, record: TurnRecord, *, keep_versions: int, piece_bytes: int = 0
 ) -> AgentRow:
-    """Make `record` the agent's newest version, and prune those beyond `keep_versions`.
+    """Make `record` the agent's newest version, and prune those beyond `keep_versions`; returns the row as it is now.
 
     Args:
-        row: the agent's, as it was just read; ``None`` for a new agent; `record` follows its version.
+        row: the agent's, as just read; ``None`` for a new agent. `record` follows its version.
         piece_bytes: allocated bytes of the version's tail and snapshots.
-
-    Returns:
-        the row as it is now.
     """
     if row is None:
         row = insert_agent(connection, record.agent_id, last_used=record.about.saved_at)
@@ -468,7 +464,7 @@ def write_version(
 
 
 def insert_agent(connection: Connection, agent_id: str, *, last_used: float) -> AgentRow:
-    """A new agent at version 0. Its place in `agents` is its number."""
+    """Insert a new agent at version 0."""
     number = connection.execute("SELECT coalesce(max(number), 0) + 1 FROM agents").fetchone()[0]
     row = AgentRow(number, agent_id, 0)
     put_row(connection, row, last_used=last_used)
@@ -476,7 +472,7 @@ def insert_agent(connection: Connection, agent_id: str, *, last_used: float) -> 
 
 
 def put_row(connection: Connection, row: AgentRow, *, last_used: float, or_else: Literal["", "OR IGNORE"] = "") -> None:
-    """Insert an agent's row, with nothing in its columns about sizes and cache files."""
+    """Insert an agent's row; its columns about sizes and cache files are 0 or NULL."""
     proof = (row.version, row.head, int(row.unsaved))
     connection.execute(
         f"INSERT {or_else} INTO agents (number, agent_id, key, version, head, unsaved, checksum, turns, tokens,"
@@ -494,7 +490,7 @@ def put_row(connection: Connection, row: AgentRow, *, last_used: float, or_else:
 
 
 def set_unsaved(connection: Connection, agent_id: str, *, unsaved: bool, now: float) -> None:
-    """Note whether the last turn that finished is missing in the transcript. Raises `Damaged`."""
+    """Note whether the last finished turn is missing from the transcript. Raises `Damaged`."""
     row = find_agent(connection, agent_id)
     if row is None:
         if not unsaved:
@@ -506,8 +502,8 @@ def set_unsaved(connection: Connection, agent_id: str, *, unsaved: bool, now: fl
 
 
 def set_missing(connection: Connection, agent_id: str, version: int, *, now: float) -> None:
-    """The agent's newest version is this one, and it is not here: `append` is refused, and a turn that replaces the
-    conversation gets the next number. Raises `Damaged`."""
+    """Note that this is the agent's newest version and that it is not here: `append` is refused, and a turn that
+    replaces the conversation gets the next number. Raises `Damaged`."""
     row = find_agent(connection, agent_id) or insert_agent(connection, agent_id, last_used=now)
     checksum = agent_checksum(row.number, agent_id, version, b"", int(row.unsaved))
     sql = "UPDATE agents SET version = ?, head = x'', checksum = ? WHERE number = ?"
@@ -515,8 +511,8 @@ def set_missing(connection: Connection, agent_id: str, version: int, *, now: flo
 
 
 def session_rows(connection: Connection, names: Sequence[str]) -> list[tuple[AgentRow, int]]:
-    """Those of these conversations of a session that are there and whole, the one used last first; and how many tokens
-    the prompt of its last call had."""
+    """The whole rows among these conversations of a session, last used first, each with the tokens of its last call's
+    prompt."""
     sql = f"SELECT tokens, {_COLUMNS} FROM agents WHERE agent_id IN (?{', ?' * (len(names) - 1)})"
     found: list[tuple[AgentRow, int]] = []
     for n_prompt, *columns in connection.execute(f"{sql} ORDER BY last_used DESC", names):
@@ -526,7 +522,7 @@ def session_rows(connection: Connection, names: Sequence[str]) -> list[tuple[Age
 
 
 def session_names(connection: Connection, start: str) -> list[str]:
-    """The conversations whose names start so."""
+    """The conversations whose names begin with `start`."""
     found = connection.execute(
         f"SELECT agent_id FROM agents WHERE {IS_OF_SESSION} AND substr(agent_id, 1, ?) = ?", (len(start), start)
     )
@@ -536,7 +532,7 @@ def session_names(connection: Connection, start: str) -> list[str]:
 def write_session(
     connection: Connection, name: str, version: int, *, prompt_tokens: int, cached_tokens: int, now: float
 ) -> AgentRow:
-    """Make this the conversation's newest version: one without a transcript. Raises `Damaged`."""
+    """Make `version`, without a transcript, the conversation's newest. Raises `Damaged`."""
     row = find_agent(connection, name) or insert_agent(connection, name, last_used=now)
     connection.execute(
         "UPDATE agents SET version = ?, head = x'', unsaved = 0, checksum = ?, turns = turns + 1, tokens = ?,"
@@ -571,20 +567,20 @@ def agent_rows(connection: Connection, sql: str, parameters: Iterable[Any] = ())
 
 
 FORGETTER: Final = 0
-"""In place of an agent's number: the delivery forgot its agent, which has none any more."""
+"""In place of an agent's number in `deliveries`: the delivery forgot its agent, which has no number any more."""
 
 UNTIL_ENDED_S: Final = 366 * 86_400.0
-"""How long an answer is kept whose job never ends: a worker may stay away for months, and find the job then."""
+"""How long the answer to a job that never ends is kept: a worker may be away for months, and find the job then."""
 
 KEEP_ENDED_S: Final = 2 * 86_400.0
-"""The same, for a job that has ended on another machine: its answer may be asked for as long as a result lives."""
+"""How long the answer to a job that ended on another machine is kept: as long as a result lives."""
 
 _MOST_FORGOTTEN: Final = 256
 """In one transaction, so that no turn waits long for it."""
 
 
 class Ended(NamedTuple):
-    """The end of a delivery: the version that it made, and until when (Unix time) the delivery may come again."""
+    """The version that a delivery made, and the Unix time until which the delivery may be repeated."""
 
     version: int
     until: float
@@ -592,7 +588,7 @@ class Ended(NamedTuple):
 
 def delivery_key(agent_id: str, delivery: Delivery) -> bytes:
     """SHA-256 of a delivery to an agent."""
-    parts = [agent_id, delivery.job_id, delivery.created_at, None, delivery.request]  # the format has one more place
+    parts = [agent_id, delivery.job_id, delivery.created_at, None, delivery.request]  # the fourth place is unused
     return hashlib.sha256(json.dumps(parts).encode()).digest()
 
 
@@ -609,8 +605,8 @@ _ANSWER: Final = (
 
 
 def read_answer(connection: Connection, agent: int, key: bytes) -> Mapping[str, Any] | AnswerIn | None:
-    """The result (as JSON) that the delivery was given, or where it is. Raises `Damaged`: it was given one, which is
-    damaged or gone."""
+    """The result (as JSON) that the delivery was given, or where it is; ``None``: it was given none, or cannot be
+    repeated any more. Raises `Damaged`: the result is damaged or gone."""
     rows = connection.execute(_ANSWER, (agent, key)).fetchall()
     if (row := next((row for row in rows if row[0] == 1), None)) is not None:
         _, result, written = row
@@ -630,7 +626,7 @@ def read_answer(connection: Connection, agent: int, key: bytes) -> Mapping[str, 
 
 
 def remember_answer(connection: Connection, agent: int, key: bytes, result: str, until: float, *, version: int) -> None:
-    """Keep the answer (as JSON) of the delivery that made this version, until then (Unix time)."""
+    """Keep the answer (JSON) to the delivery that made `version` until the Unix time `until`."""
     text = f"{version} {result}"
     connection.execute(
         "INSERT OR REPLACE INTO deliveries (agent, key, result, expires, checksum) VALUES (?, ?, ?, ?, ?)",
@@ -639,7 +635,8 @@ def remember_answer(connection: Connection, agent: int, key: bytes, result: str,
 
 
 def note_ended(connection: Connection, agent: int, key: bytes, ended: Ended) -> None:
-    """A delivery has ended in this version, on whatever machine. An answer that is here stays."""
+    """Note that a delivery ended in this version, on any machine. An answer that is here stays, but no longer than
+    that."""
     text = f"{ended.version} "
     connection.execute(
         "INSERT INTO deliveries (agent, key, result, expires, checksum) VALUES (?, ?, ?, ?, ?)"
@@ -649,15 +646,15 @@ def note_ended(connection: Connection, agent: int, key: bytes, ended: Ended) -> 
 
 
 def job_has_ended(connection: Connection, agent: int, version: int) -> None:
-    """The job that made this version has ended, on whatever machine, because a newer version is there: jobs of an agent
-    run one after the other. Its answer is kept for as long as a result lives."""
+    """Keep the answer of the job that made this version for `KEEP_ENDED_S` at most: there is a newer version, so the
+    job has ended, since an agent's jobs run one after the other."""
     made_it = "SELECT delivery FROM turns WHERE agent = ?1 AND version = ?2"
     sql = f"UPDATE deliveries SET expires = min(expires, ?3) WHERE agent = ?1 AND key = ({made_it})"
     connection.execute(sql, (agent, version, time.time() + KEEP_ENDED_S))
 
 
 def ends_for(connection: Connection, agent: int) -> dict[bytes, Ended]:
-    """The ends of the deliveries to the agent that may come again, by their keys."""
+    """The ends of the agent's deliveries that may be repeated, by their keys."""
     sql = "SELECT key, result, expires FROM deliveries WHERE agent = ? AND expires > ?"
     rows = (
         (key, _answer_parts(result)[0], until) for key, result, until in connection.execute(sql, (agent, time.time()))
@@ -673,13 +670,13 @@ def answer_text(connection: Connection, agent: int, key: bytes) -> str | None:
 
 
 def _answer_parts(result: str) -> tuple[int, str]:
-    """The version, which is 0 in a damaged row, and the answer as JSON."""
+    """The version (0 in a damaged row) and the answer as JSON."""
     version, _, text = result.partition(" ")
     return int(version) if version.isdecimal() else 0, text
 
 
 def keep_answer(connection: Connection, agent_id: str, key: bytes, until: float) -> None:
-    """Keep the answer until then (Unix time). A job that is enqueued again after its end lives longer than it did."""
+    """Keep the answer until this Unix time: later than before if the job was enqueued again after its end."""
     connection.execute(
         "UPDATE deliveries SET expires = ?"
         " WHERE agent IN (?, (SELECT number FROM agents WHERE agent_id = ?)) AND key = ?",
@@ -688,7 +685,7 @@ def keep_answer(connection: Connection, agent_id: str, key: bytes, until: float)
 
 
 def forget_answers(connection: Connection, now: float) -> bool:
-    """Delete some of the answers whose time is over, the oldest first; returns whether there may be more."""
+    """Delete some of the expired answers, the oldest first; returns whether there may be more."""
     found = connection.execute(
         "DELETE FROM deliveries WHERE expires < ?1 AND expires <= coalesce("
         "(SELECT expires FROM deliveries ORDER BY expires LIMIT 1 OFFSET ?2), ?1) RETURNING agent",

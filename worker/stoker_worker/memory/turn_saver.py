@@ -1,8 +1,5 @@
-"""Saves a turn: its cache files first, unsynced, and then one transaction with its version and its answer. Finisher
-threads.
-
-Where its cache cannot be written, the turn is saved without. On a full disk idle caches make room for it first.
-"""
+"""Saves a turn: first its cache files, unsynced, then its version and its answer in one transaction. Finisher threads.
+On a full disk idle caches make room for it. If its cache still cannot be written, the turn is saved without."""
 
 import json
 import time
@@ -69,8 +66,8 @@ def cached_chain(turn: Turn) -> BlockChain | None:
 
 
 def own_pieces(chain: BlockChain, cache: SequenceCache, spec: ModelCacheSpec, places: Sequence[Path]) -> Pieces:
-    """A version's own files: tail or snapshots. `chain`: of the tokens that are cached. `places`: `PieceFolder.paths`
-    of the version."""
+    """A version's own files: tail or snapshots. `chain`: of the cached tokens. `places`: `PieceFolder.paths` of the
+    version."""
     tail_path, *snapshot_paths = places
     pieces: dict[Path, Iterable[Chunk]] = {}
     if chain.rest and not spec.snapshot_layers:
@@ -84,7 +81,7 @@ def own_pieces(chain: BlockChain, cache: SequenceCache, spec: ModelCacheSpec, pl
 
 
 def record_of(turn: Turn, chain: BlockChain | None) -> TurnRecord:
-    """The turn's version as a record. `chain`: of the tokens that are cached."""
+    """The turn's version as a record. `chain`: of the cached tokens."""
     counts = tuple(snapshot.n_tokens for snapshot in turn.cache.snapshots) if turn.cache else ()
     finish_reason = turn.result.get("finish_reason")
     return make_record(
@@ -106,7 +103,7 @@ def make_record(
     delivery: Delivery | None,
     finish_reason: str | None = None,
 ) -> TurnRecord:
-    """The version after `base` as a record. `delivery`: ``None``: a command makes it."""
+    """The version after `base` as a record. `delivery`: ``None`` for a command."""
     now = time.time()
     whole = base.transcript is None or base.since_full + 1 >= FULL_EVERY
     changes = delta(None if whole else base.transcript, transcript, base.head)
@@ -133,7 +130,6 @@ def make_record(
 
 
 def cached_prefix(chain: BlockChain, snapshots: tuple[int, ...] = ()) -> CachedPrefix:
-    """The entry of a version's record for the cache of `chain`."""
     return CachedPrefix(chain.model, chain.salt, len(chain.token_ids), chain.last, snapshots)
 
 
@@ -143,7 +139,7 @@ def chain_of(cache: CachedPrefix, token_ids: tuple[int, ...]) -> BlockChain:
 
 
 def are_snapshots(counts: Sequence[int], most_tokens: int) -> bool:
-    """Returns whether a version's snapshots may be after these numbers of tokens."""
+    """True if a version may have snapshots after these numbers of tokens."""
     return len(counts) <= MOST_SNAPSHOTS and all(x < y for x, y in pairwise([0, *counts, most_tokens + 1]))
 
 
@@ -194,7 +190,7 @@ class TurnSaver:
         """Make the turn durable.
 
         Returns:
-            the turn as it was saved, perhaps without its cache; and how many bytes the store has grown at most.
+            the turn as saved, perhaps without its cache; and how many bytes the store has grown at most.
 
         Raises:
             AgentVersionConflict: `turn.base` is not the agent's newest version (any more).
@@ -217,12 +213,12 @@ class TurnSaver:
         return self.save(turn.without_cache(reason))
 
     def _save(self, turn: Turn, chain: BlockChain | None) -> int:
-        """`chain`: of the tokens that are cached. Raises as `save`, and `CacheNotWritten`."""
+        """`chain`: of the cached tokens. Raises as `save`, and `CacheNotWritten`."""
         saved = SavedBlocks()
         pieces: Pieces = {}
         if turn.cache is not None and chain is not None:
             pieces = own_pieces(chain, turn.cache, turn.model.spec, self._pieces.paths(turn.agent_id, turn.version))
-        if any(map(is_there, pieces)):  # a crash left them, or they are a newer version's than `turn.base`
+        if any(map(is_there, pieces)):  # left by a crash, or of a newer version than `turn.base`
             with self._database.snapshot() as connection:
                 check_base(turn.base, transcripts.find_agent(connection, turn.agent_id))
         try:
@@ -256,7 +252,7 @@ class TurnSaver:
         return saved.n_bytes + piece_bytes + LOG_BYTES + _ROW_BYTES * len(record.new_tokens)
 
     def _goes_on_from(self, turn: Turn, chain: BlockChain) -> Places:
-        """The snapshots of the version before that the turn goes on from."""
+        """The snapshots of the version before that lie within the tokens that the turn keeps."""
         cache, transcript = turn.base.cache, turn.base.transcript
         if cache is None or transcript is None or (cache.model, cache.salt) != (chain.model, chain.salt):
             return ()
@@ -295,7 +291,7 @@ def enter_saved(
     *,
     now: float,
 ) -> None:
-    """Enter saved blocks and checkpoints; and blocks before them that are on disk and not in the index, because a crash
+    """Enter saved blocks and checkpoints, and blocks before them that are on disk but not in the index, because a crash
     came before their transaction."""
     first = min(saved.blocks, default=chain.n_blocks)
     found = dict.fromkeys(range(cache_index.n_known(connection, chain, first), first), 0)

@@ -1,10 +1,10 @@
-"""The agents whose last turn finished and could not be saved, as far as the database has not heard of it. Loader,
-finisher and upkeep threads of the worker, and commands of the shell.
+"""Notes of the agents whose last turn finished and could not be saved, until the database has them. Loader, finisher
+and upkeep threads of the worker, and commands of the shell.
 
-The fact belongs into `agents.unsaved`, but the database has just refused the turn itself, perhaps for long. So it is
-first noted in the file ``STORE/agents.unsaved``, and only when that is durable may the job finish. The file has room
-for many notes before they are needed, and a note is written over blanks: a full disk takes it too. What opens the
-store, and the worker's upkeep, move the notes into the database.
+The fact belongs into `agents.unsaved`, but the database has just refused the turn itself. So it is first noted durably
+in the file ``STORE/agents.unsaved``, and only then may the job finish. The file is filled with blanks in advance, and a
+note overwrites some: a full disk takes it too. Opening the store, and the worker's upkeep, move the notes into the
+database.
 """
 
 import threading
@@ -26,15 +26,14 @@ NAME: Final = "agents.unsaved"
 _NOTE_BYTES: Final = 1024
 """The size of a note: a checksum and the agent's id, which has 800 bytes at most."""
 _BLANK: Final = b"\n" * _NOTE_BYTES
-"""No zeros: a file system may keep no space for them."""
+"""Not zeros: a file system may reserve no space for them."""
 _RESERVED: Final = 128 * _NOTE_BYTES
 
 
 class UnsavedTurns:
-    """The notes of one store. Raises `OSError`: they cannot be read."""
+    """The notes of one store, the folder `store`. Raises `OSError`: they cannot be read."""
 
     def __init__(self, store: Path, database: Database, files: Disk) -> None:
-        """`store`: the store's folder."""
         self._store = store
         self._path = store / NAME
         self._database = database
@@ -47,8 +46,8 @@ class UnsavedTurns:
         return agent_id in self._places
 
     def reserve(self) -> None:
-        """Make room for notes, while there is some. Only the store's worker does, and only it adds notes. Never
-        raises: without that room, a note needs some on the disk when it is written."""
+        """Make room for notes in advance. Only the store's worker does, and only it adds notes. Never raises: without
+        that room, a note needs some on the disk when it is written."""
         with self._lock, suppress(OSError):
             n_bytes = self._path.stat().st_size if self._path.exists() else 0
             if n_bytes < _RESERVED:
@@ -57,8 +56,8 @@ class UnsavedTurns:
                 self._files.flush(self._store)
 
     def add(self, agent_id: str) -> None:
-        """Note that the agent's last turn is lost. Only in the course of its own job. Raises `OSError`: it could not be
-        made durable, and is not noted."""
+        """Note that the agent's last turn is lost, during its own job only. Raises `OSError`: the note could not be
+        made durable, and does not count."""
         with self._lock:
             if agent_id not in self._places:
                 place = next(place for place in count() if place not in self._places.values())
@@ -71,16 +70,15 @@ class UnsavedTurns:
                 self._move(agent_id)
 
     def discard(self, agent_id: str) -> None:
-        """The agent has another version now, or is gone. A note that cannot be blanked means nothing any more, and
-        `move_all` blanks it later."""
+        """The agent has another version now, or is gone. A note that cannot be blanked has no effect; `move_all` blanks
+        it later."""
         with self._lock:
             if (place := self._places.pop(agent_id, None)) is not None:
                 self._to_blank.add(place)
                 self._blank()
 
     def move_all(self) -> None:
-        """Move the notes into the database, as far as it takes them, except those of agents that are in use. Never
-        raises."""
+        """Move the notes into the database, as far as it takes them, except those of agents in use. Never raises."""
         with suppress(OSError):
             with self._lock:
                 self._blank()
@@ -95,7 +93,7 @@ class UnsavedTurns:
 
     def _move(self, agent_id: str) -> None:
         """Raises `DatabaseFailed`, `Damaged`: the note stays where it is."""
-        # Only who works on an agent touches its note: it is still there, or another process has moved it before.
+        # Only a process that works on an agent touches its note: it is still there, or another process has moved it.
         if any(found == (self._places.get(agent_id), agent_id) for found in self._on_disk()):
             change = partial(transcripts.set_unsaved, agent_id=agent_id, unsaved=True, now=time())
             self._database.commit(change)

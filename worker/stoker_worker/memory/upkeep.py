@@ -1,9 +1,9 @@
-"""Keeps a store small and its books right, on a thread of its own: writes notes, forgets answers whose time is over,
-removes agents that nobody uses, and compares the cache files with their index.
+"""Keeps a store small and its index right, on a thread of its own: writes notes, deletes expired answers, removes
+unused agents, and compares the cache files with their index.
 
-Works in small steps and rests between them, so that no turn waits for it. Nothing it knows outlives a round. A save
-writes its files before its rows, so a file that no row names gets some time before it counts as an orphan. If it is
-needed after all, its loss is a miss.
+Works in small steps and rests between them, so that no turn waits for it. It keeps no state between rounds. A save
+writes its files before its rows, so a file without a row counts as an orphan only after some time. If it is needed
+after all, its loss is a miss.
 """
 
 import logging
@@ -31,24 +31,23 @@ from stoker_worker.memory.unsaved import UnsavedTurns
 from stoker_worker.periodic import Periodic
 
 _YOUNG_S: Final = 600.0
-"""A worker may just be saving a file that is younger."""
+"""A worker may still be saving a younger file."""
 
 
 def cache_folders(parts: StoreParts) -> Iterator[Path]:
-    """Every folder that holds cache files."""
     yield from sorted(parts.blocks.path.glob("*/*/"))
     yield from sorted(parts.pieces.path.glob("*/"))
 
 
 def orphans_in(parts: StoreParts, folder: Path, *, before: float) -> list[Path]:
-    """The files in `folder`, one of `cache_folders`, that were written before that Unix time and that no row names.
-    Files with other names than a store's are left alone. Raises `OSError`, `Damaged`: that cannot be known now."""
+    """The files in `folder`, one of `cache_folders`, from before this Unix time that no row names. Files with other
+    names than a store's are left alone. Raises `OSError`, `Damaged`."""
     of_pieces = folder.parent == parts.pieces.path
     form, is_named = (PIECE_FILE, _has_piece) if of_pieces else (BLOCK_FILE, _has_block)
     below = folder.relative_to(parts.pieces.path if of_pieces else parts.blocks.path).as_posix()
     old = [name for name, seen in _files_in(folder).items() if seen.st_mtime < before]
     matches = {name: match for name in old if (match := form.fullmatch(f"{below}/{name}"))}
-    with parts.database.snapshot() as connection:  # after the look at the folder: what was saved meanwhile has a row
+    with parts.database.snapshot() as connection:  # after the folder was listed: what was saved meanwhile has a row
         return [folder / name for name, match in matches.items() if not is_named(connection, match)]
 
 
@@ -57,7 +56,7 @@ def _has_block(connection: Connection, name: re.Match[str]) -> bool:
 
 
 def _has_piece(connection: Connection, name: re.Match[str]) -> bool:
-    """Returns whether the file belongs to the newest version of an agent."""
+    """True if the file belongs to the newest version of an agent."""
     key = bytes.fromhex(name[2])
     sql = "SELECT 1 FROM agents INDEXED BY agents_by_key WHERE key BETWEEN ? AND ? AND version = ?"
     return connection.execute(sql, (key, key + b"\xff" * 16, int(name[3]))).fetchone() is not None
@@ -73,7 +72,7 @@ _REST_SHARE: Final = 4.0
 _ROWS_AT_ONCE: Final = 128
 _AGENTS_AT_ONCE: Final = 8
 _TICK_S: Final = 60.0
-"""How long the store's clock is the same."""
+"""How often the store's clock advances."""
 _FORGET_EMPTY_S: Final = 3600.0
 _MOST_PAGES: Final = 64
 _NO_AGENT: Final = ""
@@ -91,11 +90,8 @@ class Upkeep:
         agent_ttl_s: float | None,
         session_ttl_s: float | None = None,
     ) -> None:
-        """
-        Args:
-            agent_ttl_s: for how long workers may run without a use of an agent until it is removed; ``None``: it stays.
-            session_ttl_s: the same for a conversation of a session.
-        """
+        """`agent_ttl_s`: for how long workers may run without a use of an agent until it is removed; ``None``: it
+        stays. `session_ttl_s`: the same for a conversation of a session."""
         self._parts = parts
         self._database = parts.database
         self._notes = notes
@@ -136,11 +132,11 @@ class Upkeep:
         self._database.shorten_log()
 
     def forget_sessions(self) -> Iterator[None]:
-        """The steps of each minute: there may be many conversations, and their clock goes no faster. Each raises as
+        """The steps of each minute: there may be many conversations, and the store's clock is no finer. Each raises as
         those of `tidy`."""
         if self._session_ttl_s is not None:
             yield from self._forget_unused(self._session_ttl_s, transcripts.IS_OF_SESSION)
-        # Without cache there is nothing to keep, and names that come once would be many.
+        # Without cache there is nothing to keep, and sessions that are used once add up.
         without_cache = f"{transcripts.IS_OF_SESSION} AND NOT {cache_index.HAS_CACHE}"
         yield from self._forget_unused(_FORGET_EMPTY_S, without_cache)
 
@@ -182,14 +178,14 @@ class Upkeep:
             begin = time.perf_counter()
 
     def _tick(self) -> None:
-        """Add to the store's clock for how long this worker has run. It knows no date, stands still while the machine
-        sleeps, and adds a tick at most, whatever the system's clock does. Raises `OSError`, `Damaged`."""
+        """Add to the store's clock how long this worker has run, a tick at most. It is no date, does not count while
+        the machine sleeps, and ignores the system's clock. Raises `OSError`, `Damaged`."""
         now = self._monotonic()
         seconds, self._ticked_at = min(max(0.0, now - self._ticked_at), _TICK_S), now
         self._database.commit(partial(transcripts.advance_clock, seconds=seconds))
 
     def _forget_unused(self, ttl_s: float, where: str) -> Iterator[None]:
-        """In steps, and not all of a great many at once: other work comes between. Each is looked at once."""
+        """In small steps, with other work between them; each agent is looked at once, and not all of a great many."""
         for_s, after = ttl_s + _TICK_S, (float("-inf"), 0)  # the last use may be a tick later than the clock was
         # Their jobs wait meanwhile, and a shared store is asked about each.
         at_once = 1 if self._parts.replica.is_shared else _AGENTS_AT_ONCE
@@ -209,7 +205,7 @@ class Upkeep:
             yield
 
     def _forget_agents(self, agents: Sequence[str], for_s: float) -> bool:
-        """``False`` if none of those that should go can: the disk fails, perhaps."""
+        """``False`` if none of those that should go could be removed: perhaps the disk fails."""
         with ExitStack() as taken:
             unused = [agent_id for agent_id in agents if self._takes(taken, agent_id, for_s)]
             removed = forget_unused(self._parts, unused)
@@ -224,7 +220,7 @@ class Upkeep:
         return self._parts.holds.has_work(agent_id) or place_of(agent_id) < place_of(_NO_AGENT)
 
     def _takes(self, taken: ExitStack, agent_id: str, for_s: float) -> bool:
-        """Returns whether the agent is whole and unused. No other process works on it until `taken` ends."""
+        """True if the agent is whole and unused. No other process works on it until `taken` ends."""
         try:
             taken.enter_context(working_on(self._parts.path, agent_id))
             with self._database.snapshot() as connection:
@@ -245,7 +241,7 @@ class Upkeep:
             _log.info("%d cache files that nothing refers to removed", self._budget.discard(find))
 
     def _check_blocks(self, folder: Path, sizes: Mapping[str, int]) -> Iterator[None]:
-        """Rows without a file go, and sizes are corrected."""
+        """Remove rows without a file, and correct sizes."""
         last = ""
         while True:
             with self._database.snapshot() as connection:
@@ -261,7 +257,7 @@ class Upkeep:
             yield
 
     def _check_pieces(self, folder: Path, sizes: Mapping[str, int]) -> Iterator[None]:
-        """The bytes of each agent's tail and snapshots."""
+        """Correct the bytes of each agent's tail and snapshots."""
         paths, first = self._parts.pieces.paths, bytes.fromhex(folder.name)
         last = first
         while True:
@@ -279,7 +275,7 @@ class Upkeep:
 
 
 def _files_in(folder: Path) -> dict[str, os.stat_result]:
-    """The files in a folder, by name. Raises `OSError`."""
+    """Raises `OSError`."""
     found = {}
     with os.scandir(folder) as entries:
         for entry in entries:
