@@ -1,5 +1,5 @@
-"""Forks, rolls back and forgets agents: every change of an agent that is no turn. Finisher threads, the upkeep's, and
-commands of the shell.
+"""Forks, rolls back and forgets agents: every change of an agent but turns. Finisher threads, the upkeep's, shell
+commands.
 
 A change is one transaction, which also remembers the delivery if a job asked: after a crash it has happened or it has
 not. With a shared store, it has happened once its version is there. New files are written before the transaction, and
@@ -120,7 +120,7 @@ def readable(connection: Connection, agent_id: str) -> AgentState:
 
 
 def check_vacant(connection: Connection, agent_id: str) -> None:
-    """Raises `AgentExists`: there is such an agent; `AgentMemoryError`: no agent can have this id; `Damaged`: that is
+    """Raises `AgentExists`: there is such an agent; `AgentMemoryError`: no agent can have this id; `Damaged`:
     unknown."""
     try:
         _AGENT_ID.validate_python(agent_id)
@@ -148,8 +148,8 @@ def write_with_cache(
     keep_versions: int | None = None,
 ) -> int:
     """Make `record` the agent's newest version, within a transaction; returns the agent's number. `row`: ``None`` for a
-    new agent. `chain`: of the cached tokens. `piece_bytes`: allocated bytes of the tail and the snapshots.
-    `keep_versions`: as in `Asked`."""
+    new agent. `chain`: of the cached tokens. `piece_bytes`: of the tail and the snapshots. `keep_versions`: as in
+    `Asked`."""
     keep_versions = keep_versions or record.version
     row = transcripts.write_version(connection, row, record, keep_versions=keep_versions, piece_bytes=piece_bytes)
     cache_index.use_chain(connection, row.number, chain, now=record.about.saved_at)
@@ -245,7 +245,7 @@ def roll_back(
 
 
 def close_number(parts: StoreParts, agent_id: str) -> None:
-    """Make the agent's newest version its next one too, so that a version of that number on its way to the shared store
+    """Make the agent's newest version its next one too: a version of that number on its way to the shared store then
     comes too late. An unreadable agent stays as it is. Raises `VersionTaken`, `SharedStoreAway`, `OSError`,
     `Damaged`."""
     with parts.database.snapshot() as connection:
@@ -417,8 +417,7 @@ def _ends_of_chains(connection: Connection, row: AgentRow) -> list[bytes]:
 
 
 def _take_blocks(parts: StoreParts, connection: Connection, ends: Sequence[bytes]) -> tuple[list[Block], list[Block]]:
-    """Remove the rows of the blocks in these chains that nothing refers to or holds; returns these blocks, and the
-    others."""
+    """Remove the rows of these chains' blocks that nothing refers to or holds; returns these blocks, and the others."""
     going, shared, now = [], dict[str, Block](), time.time()
     for end in ends:
         for block in cache_index.chain_back(connection, end):

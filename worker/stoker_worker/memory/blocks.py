@@ -318,8 +318,8 @@ class CachePiece:
         return len(self.header) + self.layout.n_bytes
 
     def encode(self, layers: tuple[LayerKV, ...], offset: int, states: tuple[LayerState, ...] = ()) -> Iterator[Chunk]:
-        """The file's bytes, from arrays in which the piece's tokens start at `offset`, and a snapshot's `states`;
-        copied only if quantised."""
+        """The file's bytes, from arrays whose tokens start at `offset`, and a snapshot's `states`; copied only if
+        quantised."""
         stop = offset + len(self.token_ids)
         arrays: Iterable[Array] = (array[:, offset:stop] for array in chain.from_iterable(layers))
         if self.is_quantised:
@@ -330,8 +330,8 @@ class CachePiece:
         return self._encode([*rows, *map(_bytes_of, chain.from_iterable(states))])
 
     def load(self, path: Path, targets: Sequence[memoryview]) -> Fault | None:
-        """Read a file's data into `targets` (`layout.n_bytes` in all) and verify the whole file. After a fault the
-        targets hold anything."""
+        """Read a file's data into `targets` (`layout.n_bytes` in all) and verify the file; after a fault they hold
+        anything."""
         try:
             with open(path, "rb", buffering=0) as file:
                 return self._load(file, targets)
@@ -416,8 +416,8 @@ def read_place(path: Path) -> tuple[str, tuple[int, ...]] | None:
 
 
 def place_in(file: FileIO | BytesIO) -> tuple[str, tuple[int, ...]] | None:
-    """The address before a cache file's tokens, and these tokens, as its header has them: the user of the file verifies
-    both. ``None``: the header has none."""
+    """The address before a cache file's tokens, and these, from its header: the reader verifies them. ``None``: it has
+    none."""
     with suppress(ValueError, TypeError, KeyError, RecursionError):
         about = read_metadata(file)
         ids = str(about["token_ids"])
@@ -586,7 +586,7 @@ def _checkpoint_to_write(
     path: Path, chain: BlockChain, spec: ModelCacheSpec, taken: Sequence[Snapshot]
 ) -> Snapshot | None:
     """Which of the snapshots after one block becomes its checkpoint; ``None``: `path` has one within `chain` already.
-    In place of another prompts' checkpoint it is the first, which they may share; otherwise the last, which saves
+    It replaces other prompts' checkpoint by the first, which they may share; otherwise it is the last, which saves
     most."""
     if (place := read_place(path)) is None:
         return taken[-1]

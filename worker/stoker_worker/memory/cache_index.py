@@ -73,8 +73,8 @@ def cache_bytes(connection: Connection) -> int:
 
 
 def add_blocks(connection: Connection, chain: BlockChain, sizes: Mapping[int, int], *, now: float) -> None:
-    """Enter blocks of `chain`: allocated bytes by their index in it, without gaps. They count as unused until an agent
-    refers to the last one."""
+    """Enter blocks of `chain`: allocated bytes by index, without gaps. They are unused until an agent refers to the
+    last one."""
     before = 0
     for index, n_bytes in sorted(sizes.items()):
         key, parent = bytes.fromhex(chain.addresses[index]), bytes.fromhex(chain.parent(index))

@@ -38,8 +38,7 @@ _TRANSIENT: Final = {
 
 
 class Damaged(ValueError):
-    """Something is not as it was written, or not where it belongs; the message gives the reason. Stays in this
-    package."""
+    """Something is not as it was written, or where it belongs; the message gives the reason. Stays in this package."""
 
 
 def checksum(body: bytes) -> bytes:
@@ -146,12 +145,11 @@ def translated() -> Iterator[None]:
 
 
 class Witness:
-    """How many transactions a store's database had when it was last written: a number and its checksum, in a file
-    beside it.
+    """How many transactions a store's database had when it was last written: a number and its checksum in a file.
 
     A damaged byte in SQLite's write-ahead log ends the log early, and SQLite takes the rest for unfinished. A database
     with fewer transactions than its witness has lost some. The file is not synced: it may be older than the database,
-    and is never newer.
+    never newer.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -199,8 +197,7 @@ class Change(Generic[T]):
 
 
 class Database:
-    """An open database. `outage`: the store's, told of each transaction that the disk refuses, and of each that
-    succeeds.
+    """An open database. `outage`: the store's, told of transactions that the disk refuses, and of those that succeed.
 
     Raises:
         DatabaseFailed: it cannot be opened now.
@@ -268,15 +265,15 @@ class Database:
             return 0
 
     def shorten_log(self) -> None:
-        """Move the content of a long log into the database, beside transactions, so that none of them has to. Raises
-        `DatabaseFailed`, `Damaged`."""
+        """Move a long log's content into the database beside transactions, not in one. Raises `DatabaseFailed`,
+        `Damaged`."""
         if self.log_bytes() > _LONG_LOG_BYTES:
             with self._reading() as connection:
                 connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
     def empty_log(self) -> bool:
-        """Move the log into the database and truncate it, unless it is being read. ``False``: that failed, perhaps for
-        lack of room. Never raises."""
+        """Move the log into the database and truncate it, unless it is being read. ``False``: no room, or an error.
+        Never raises."""
         with self._leading, suppress(DatabaseFailed, Damaged), translated():
             self._check_open()
             self._writer.execute("PRAGMA busy_timeout=0").fetchall()
@@ -288,8 +285,7 @@ class Database:
         return False
 
     def close(self) -> None:
-        """End the transaction under way; reads under way go on. The last process to close the database moves its log
-        into it."""
+        """End the transaction under way, but no reads. The last process to close the database moves its log into it."""
         with self._leading, self._lock:
             connections = [] if self._is_closed else [*self._idle, self._writer]
             self._is_closed = True
@@ -389,7 +385,7 @@ def count_bytes(connection: Connection, n_bytes: int) -> None:
 
 
 class SharedNote(NamedTuple):
-    """The shared store that has all of a store's agents: the column `store.shared`. `id`: the same wherever it is
+    """The shared store that has all of a store's agents (column `store.shared`). `id`: the same wherever it is
     mounted."""
 
     url: str

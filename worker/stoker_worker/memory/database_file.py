@@ -210,9 +210,9 @@ def seal_tables(connection: Connection) -> None:
 
 
 def check_database(folder: Path) -> None:
-    """Check that a store's database is whole and of this format. The connection cannot write: on close, another one
-    would move a damaged log into the database, as far as SQLite can read it, and delete it. Raises as
-    `open_database`."""
+    """Check that a store's database is whole and of this format; raises as `open_database`. The connection cannot
+    write: on close, another one would move a damaged log into the database, as far as SQLite can read it, and delete
+    it."""
     testified = Witness(folder).read()  # first: another process may commit meanwhile
     path = folder / NAME
     with translated(), closing(connect(path, "ro")) as found:

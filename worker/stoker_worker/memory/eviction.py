@@ -2,8 +2,7 @@
 
 Blocks that nothing uses go first; then checkpoints, as long as they take more than their share or cost more for what
 they save than the cache of the least recently used agent without work; then the cache of such agents; then that of
-waiting agents, the one needed last first. The cache of a running agent, a held block and its checkpoint, and
-transcripts are never evicted.
+waiting agents, the one needed last first. Running agents' cache, held blocks, their checkpoints and transcripts stay.
 
 The bytes of cache files are in the database; only folders and top-level files, such as the database, are measured. A
 save or restore first names the blocks that it counts on (`Holds`), and from then on none of them is removed. Files go
@@ -340,8 +339,8 @@ class DiskBudget:
         return save()
 
     def discard(self, find: Callable[[], Iterable[Path]]) -> int:
-        """Remove the cache files that `find` finds, except held blocks; returns how many. No hold begins while it
-        looks. Raises `OSError`."""
+        """Remove the files that `find` finds, except held blocks; returns how many. No hold begins meanwhile. Raises
+        `OSError`."""
         with self._holds.lock:
             held = self._holds.blocks()
             paths = [path for path in find() if block_beside(path).stem not in held]
@@ -385,7 +384,7 @@ class DiskBudget:
         return max_bytes
 
     def _settle(self, *, unused_before: float, free_bytes: int = 0) -> None:
-        """Evict until the store is within its limit and has freed `free_bytes`; in parts, so that no lock is held for
+        """Evict until the store is within its limit and has freed `free_bytes`; in parts, so no lock is held for
         long."""
         goal, total = self.max_bytes, 0
         try:

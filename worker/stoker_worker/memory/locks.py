@@ -90,8 +90,7 @@ class InFlight:
             self._take_and_release()
 
     def wait_for(self, agent_id: str) -> None:
-        """If the agent is pinned, wait until no other process works on it. Raises `AgentBusy`: one still does after
-        `wait_s`."""
+        """If the agent is pinned, wait until no other process works on it. Raises `AgentBusy` after `wait_s`."""
         until = time.monotonic() + self._wait_s
         while not self._has_if_wanted(agent_id):
             if time.monotonic() >= until:
@@ -149,8 +148,8 @@ def working_on(folder: Path, agent_id: str, *, wait: bool = False) -> Iterator[N
 
 
 class _LockedFile:
-    """A file whose bytes this process locks; one object for each file, because closing any descriptor of it would
-    unlock all of the process's bytes."""
+    """A file whose bytes this process locks; one object for each file: closing any descriptor of it unlocks all of
+    them."""
 
     _all: Final[dict[str, "_LockedFile"]] = {}
     _lock: Final = threading.Lock()
@@ -172,8 +171,7 @@ class _LockedFile:
             return file
 
     def lock(self, byte: int, owner: object) -> bool:
-        """Lock the byte unless another process, or another owner in this one, has it; returns whether `owner` has it
-        now."""
+        """Lock the byte unless another process, or another owner here, has it; returns whether `owner` has it now."""
         with self._lock:
             if self._owners.get(byte, owner) is not owner:
                 return False

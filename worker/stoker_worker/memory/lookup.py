@@ -64,8 +64,7 @@ _MOST_READERS: Final = 4
 
 @dataclass(frozen=True)
 class AgentBlocks:
-    """The cached part of an agent's transcript. `owner`: the agent, or a session's conversation, without a
-    transcript."""
+    """The cached part of an agent's transcript. `owner`: the agent, or a session's conversation (no transcript)."""
 
     token_ids: tuple[int, ...] = ()
     tail: Path = Path()
@@ -115,8 +114,8 @@ class FoundOnDisk:
 
 
 def n_readers(beside_others: bool) -> int:
-    """How many threads may read. Beside running sequences it is half of the cores, because each of their steps waits
-    for the slowest core (EXP-014)."""
+    """How many threads may read: half of the cores beside running sequences, whose steps wait for the slowest core
+    (EXP-014)."""
     cores = os.cpu_count() or 1
     return max(1, min(_MOST_READERS, cores // 2 if beside_others else cores))
 
@@ -309,8 +308,7 @@ _EXPECTED: Final = ("evicted", "prompt_changed", "no_snapshot")
 
 @dataclass(frozen=True)
 class Lookup:
-    """One prompt to look up, as in `CacheStorePort.restore`; `prompt` has the model's fingerprint and the job's
-    salt."""
+    """One prompt to look up, as in `CacheStorePort.restore`. `prompt` has the model's fingerprint and job's salt."""
 
     prompt: BlockChain
     agent: AgentVersion | None
@@ -327,9 +325,9 @@ class Lookup:
         return max(0, len(self.prompt.token_ids) - 1)
 
     def make_room(self, n_tokens: int) -> PrefixRoom | None:
-        """The engine's memory for a prefix of `n_tokens` tokens, if it has its own. It includes room for the prompt and
-        some of its answer, unless most of the prompt is new: the job may wait for its place in the batch, and until
-        then nothing counts this memory."""
+        """The engine's memory for a prefix of `n_tokens` tokens, if it has its own. It has room for the prompt and some
+        of its answer, unless most of the prompt is new: nothing counts this memory while the job waits for its place in
+        the batch."""
         n_prompt = len(self.prompt.token_ids)
         if 2 * n_tokens >= n_prompt:
             return self.model.make_room(n_prompt, self.max_tokens)
@@ -437,8 +435,8 @@ class PrefixLookup:
         )
 
     def _keep(self, lookup: Lookup, agent: AgentVersion, cache: SequenceCache) -> None:
-        """Keep in RAM what was read from disk. A turn that is saved hands the engine's memory back later; otherwise
-        that memory is copied."""
+        """Keep in RAM what was read from disk. The engine's memory comes back with a turn that is saved; otherwise it
+        is copied."""
         if cache.room is not None:
             if lookup.is_saved or cache.n_tokens * lookup.model.spec.bytes_per_token > self._ram_cache.max_bytes:
                 return
@@ -484,8 +482,7 @@ class PrefixLookup:
         return AgentBlocks.of(agent, self._parts.pieces), None
 
     def _report(self, lookup: Lookup, own: AgentBlocks, found: FoundOnDisk, other: str | None) -> str | None:
-        """Remove damaged files, so that the next save writes them again; log the first reason of a miss and return
-        it."""
+        """Remove damaged files, so that the next save writes them again; log and return the first reason of a miss."""
         for faulty in found.faults:
             if faulty.fault != "missing":
                 with contextlib.suppress(OSError):

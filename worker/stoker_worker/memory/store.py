@@ -2,8 +2,7 @@
 
 Owns the order of a save. With a shared store, the versions of other workers are brought in first, and each version is
 made there before it is made here (`StoreParts.commit_next`). `open_agent`, `answer` and `restore` run on the loader
-thread, `save` and `mark_unsaved` on finisher threads, at the same time for different agents. Nothing here grows with
-the number of agents.
+thread, `save` and `mark_unsaved` on finisher threads, at once for different agents. No state grows with the agents.
 """
 
 import json
@@ -134,7 +133,7 @@ class AgentCacheStore(CacheStorePort):
         self.parts.replica.meet()
 
     def shared_id(self) -> str:
-        """The shared store's id, the same wherever it is mounted; empty: there is none, or it never answered. Raises
+        """The shared store's id, the same on every mount; empty: there is none, or none ever answered. Raises
         `OSError`, `Damaged`."""
         with self._database.snapshot() as connection:
             note = read_note(connection)
@@ -305,8 +304,7 @@ class AgentCacheStore(CacheStorePort):
         self._notes.ended(agent_id, transcripts.delivery_key(agent_id, delivery), time.time() + remember_s)
 
     def mark_unsaved(self, agent_id: str) -> None:
-        """With a shared store it always raises: other workers would go on without the turn, and not know that it is
-        missing."""
+        """With a shared store it always raises: other workers would go on without knowing that the turn is missing."""
         if self.parts.replica.is_shared:
             raise OSError("a turn that is not in the shared store can only be noted here")
         self.ram_cache.drop(agent_id)
@@ -346,8 +344,8 @@ class AgentCacheStore(CacheStorePort):
         self._read_ahead.next(agents)
 
     def use(self) -> StoreUse:
-        """The disk and RAM that the store takes, for metrics and health checks. Any thread. Raises `OSError`: the store
-        cannot be read or written."""
+        """The disk and RAM in use, for metrics and health checks. Any thread. Raises `OSError`: no reading or writing
+        now."""
         folder = self.parts.path
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(f"{folder} is not writable")
@@ -405,8 +403,8 @@ class AgentCacheStore(CacheStorePort):
 
 class AgentJobs(AgentJobsPort):
     """Carries out jobs about an agent's memory: info, forget, fork, rollback. Finisher threads, beside saves and
-    restores of other agents. The shell's commands make the same changes; here the worker's own state (budget, RAM)
-    follows them."""
+    restores of other agents. The shell's commands make the same changes, but here the worker's own state (budget, RAM)
+    follows."""
 
     def __init__(self, store: AgentCacheStore, *, keep_versions: int) -> None:
         self._store = store

@@ -4,8 +4,8 @@ Owns the tables `agents`, `turns` and `deliveries`. Functions with a connection 
 change of `Database.commit`; records have no I/O.
 
 A version's row has how much of its parent's token ids, messages and text it keeps, and what follows, so its size does
-not grow with the conversation. Every `FULL_EVERY` versions a row has the whole transcript, so an agent of ten thousand
-turns is read like one of ten.
+not grow with the conversation. Every `FULL_EVERY` versions a row has the whole transcript, which limits the rows to
+read.
 
 An agent is found by its id and, over a second index, by the hash of its id: a damaged page can hide a row from one of
 them, and an agent that one index knows is never taken for a new one.
@@ -157,8 +157,8 @@ def delta(base: Transcript | None, new: Transcript, parent: bytes | None = None)
 
 
 def replay(records: Iterable[TurnRecord]) -> Transcript:
-    """The transcript after `records`: at least one, oldest first; the first keeps nothing. Raises `Damaged`: a record
-    keeps more than its parent has."""
+    """The transcript after `records`: at least one, oldest first; the first keeps nothing. Raises `Damaged`: one keeps
+    too much."""
     tokens: list[int] = []
     messages: list[Message] = []
     text = ""
@@ -258,8 +258,7 @@ def row_of(columns: Sequence[Any]) -> AgentRow:
 
 def read_chain(connection: Connection, row: AgentRow, version: int, head: bytes | None) -> list[TurnRecord]:
     """The records to replay for `version`, oldest first, from the last one that keeps nothing. `head`: the checksum
-    that the version's row must have; ``None``: any. Raises `Damaged`: a record is missing, damaged, or not the one that
-    was written."""
+    that the version's row must have; ``None``: any. Raises `Damaged`: a record is missing, damaged, or another one."""
     chain: list[TurnRecord] = []
     expected = head
     while not (chain and chain[-1].keeps_nothing):
@@ -303,8 +302,8 @@ def read_history(connection: Connection, row: AgentRow) -> Iterator[tuple[TurnRe
 
 
 def _prune(connection: Connection, row: AgentRow, newest: int, keep_versions: int) -> int:
-    """Delete the versions that are neither among the newest `keep_versions` nor needed to read one of them; returns
-    their bytes."""
+    """Delete versions beyond the newest `keep_versions`, except those needed to read one of these; returns their
+    bytes."""
     oldest = newest - keep_versions + 1
     if oldest <= 1:
         return 0
@@ -357,8 +356,8 @@ def read_agent(connection: Connection, agent_id: str) -> AgentState:
 
 
 def find_agent(connection: Connection, agent_id: str) -> AgentRow | None:
-    """The agent's row, with a `problem` if its content is damaged. Raises `Damaged`: its two indexes disagree, or its
-    versions cannot be read."""
+    """The agent's row, with a `problem` if its content is damaged. Raises `Damaged`: its indexes disagree, or its
+    versions are unreadable."""
     found = {row[0]: row[1:] for row in connection.execute(_FIND, (agent_id, key_of(agent_id))).fetchall()}
     if not found:
         return None
@@ -511,8 +510,7 @@ def set_missing(connection: Connection, agent_id: str, version: int, *, now: flo
 
 
 def session_rows(connection: Connection, names: Sequence[str]) -> list[tuple[AgentRow, int]]:
-    """The whole rows among these conversations of a session, last used first, each with the tokens of its last call's
-    prompt."""
+    """The whole rows among these conversations, last used first, each with the length of its last call's prompt."""
     sql = f"SELECT tokens, {_COLUMNS} FROM agents WHERE agent_id IN (?{', ?' * (len(names) - 1)})"
     found: list[tuple[AgentRow, int]] = []
     for n_prompt, *columns in connection.execute(f"{sql} ORDER BY last_used DESC", names):
@@ -635,8 +633,7 @@ def remember_answer(connection: Connection, agent: int, key: bytes, result: str,
 
 
 def note_ended(connection: Connection, agent: int, key: bytes, ended: Ended) -> None:
-    """Note that a delivery ended in this version, on any machine. An answer that is here stays, but no longer than
-    that."""
+    """Note that a delivery ended in this version, on any machine. An answer that is here stays until then at most."""
     text = f"{ended.version} "
     connection.execute(
         "INSERT INTO deliveries (agent, key, result, expires, checksum) VALUES (?, ?, ?, ?, ?)"

@@ -66,8 +66,8 @@ def cached_chain(turn: Turn) -> BlockChain | None:
 
 
 def own_pieces(chain: BlockChain, cache: SequenceCache, spec: ModelCacheSpec, places: Sequence[Path]) -> Pieces:
-    """A version's own files: tail or snapshots. `chain`: of the cached tokens. `places`: `PieceFolder.paths` of the
-    version."""
+    """A version's own files: tail or snapshots. `chain`: of the cached tokens. `places`: the version's
+    `PieceFolder.paths`."""
     tail_path, *snapshot_paths = places
     pieces: dict[Path, Iterable[Chunk]] = {}
     if chain.rest and not spec.snapshot_layers:
@@ -291,8 +291,7 @@ def enter_saved(
     *,
     now: float,
 ) -> None:
-    """Enter saved blocks and checkpoints, and blocks before them that are on disk but not in the index, because a crash
-    came before their transaction."""
+    """Enter saved blocks and checkpoints, and earlier blocks whose files a crash left without their transaction."""
     first = min(saved.blocks, default=chain.n_blocks)
     found = dict.fromkeys(range(cache_index.n_known(connection, chain, first), first), 0)
     for n in found if spec.full_layers else ():

@@ -3,8 +3,7 @@ and upkeep threads of the worker, and commands of the shell.
 
 The fact belongs into `agents.unsaved`, but the database has just refused the turn itself. So it is first noted durably
 in the file ``STORE/agents.unsaved``, and only then may the job finish. The file is filled with blanks in advance, and a
-note overwrites some: a full disk takes it too. Opening the store, and the worker's upkeep, move the notes into the
-database.
+note overwrites some: a full disk takes it too. Opening the store, and the upkeep, move notes into the database.
 """
 
 import threading
@@ -56,8 +55,8 @@ class UnsavedTurns:
                 self._files.flush(self._store)
 
     def add(self, agent_id: str) -> None:
-        """Note that the agent's last turn is lost, during its own job only. Raises `OSError`: the note could not be
-        made durable, and does not count."""
+        """Note that the agent's last turn is lost, during its own job only. Raises `OSError`: the note is not durable,
+        nor counted."""
         with self._lock:
             if agent_id not in self._places:
                 place = next(place for place in count() if place not in self._places.values())
@@ -70,8 +69,8 @@ class UnsavedTurns:
                 self._move(agent_id)
 
     def discard(self, agent_id: str) -> None:
-        """The agent has another version now, or is gone. A note that cannot be blanked has no effect; `move_all` blanks
-        it later."""
+        """The agent has another version now, or is gone. A note that cannot be blanked is ignored, and blanked by
+        `move_all`."""
         with self._lock:
             if (place := self._places.pop(agent_id, None)) is not None:
                 self._to_blank.add(place)

@@ -2,8 +2,8 @@
 unused agents, and compares the cache files with their index.
 
 Works in small steps and rests between them, so that no turn waits for it. It keeps no state between rounds. A save
-writes its files before its rows, so a file without a row counts as an orphan only after some time. If it is needed
-after all, its loss is a miss.
+writes its files before its rows, so a file without a row is an orphan only after some time. Its loss is at worst a
+miss.
 """
 
 import logging
@@ -132,8 +132,8 @@ class Upkeep:
         self._database.shorten_log()
 
     def forget_sessions(self) -> Iterator[None]:
-        """The steps of each minute: there may be many conversations, and the store's clock is no finer. Each raises as
-        those of `tidy`."""
+        """The steps of each minute, as fine as the store's clock: conversations may be many. Each raises as those of
+        `tidy`."""
         if self._session_ttl_s is not None:
             yield from self._forget_unused(self._session_ttl_s, transcripts.IS_OF_SESSION)
         # Without cache there is nothing to keep, and sessions that are used once add up.

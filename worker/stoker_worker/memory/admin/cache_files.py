@@ -113,8 +113,7 @@ def recount(connection: Connection, blocks: BlockFolder, pieces: PieceFolder, *,
 
 
 def enter_blocks(connection: Connection, chain: BlockChain, blocks: BlockFolder, *, now: float) -> None:
-    """Enter the blocks of `chain` that are on disk and not in the index, up to the first missing one, and their
-    checkpoints."""
+    """Enter the blocks of `chain` that are on disk and not in the index, up to a missing one, and their checkpoints."""
     layout = cache_index.read_model(connection, chain.model)
     have_files = layout is None or LayerKind.FULL in layout
     sizes: dict[int, int] = {}

@@ -1,8 +1,7 @@
 """Reads a damaged SQLite database page by page: no index, no inner page and no checksum of its log has to be right.
 
 Owns as much of SQLite's file format as that needs (https://sqlite.org/fileformat2.html). The caller checks every row,
-which may be damaged. Deleted rows are gone: `secure_delete` overwrites them. Reads only; the files must not change
-meanwhile.
+which may be damaged. Deleted rows are gone: `secure_delete` overwrites them. Reads only, files that must not change.
 """
 
 import mmap
@@ -22,8 +21,8 @@ _FRAME_HEADER: Final = struct.Struct(">II8sII")
 _FRAME: Final = _FRAME_HEADER.size + PAGE
 
 Row = tuple[int | None, tuple[Any, ...]]
-"""The rowid, which is ``None`` in an index and in a table without rowids, and the columns: `int`, `float`, `str`,
-`bytes`, ``None``."""
+"""The rowid (``None`` in an index and in a table without rowids), and the columns: `int`, `float`, `str`, `bytes`,
+``None``."""
 
 
 class DamagedFile:

@@ -50,8 +50,7 @@ class Page:
         match: a pattern of the ids, with ``*``, ``?`` and ``[...]``.
         limit: most agents; ``None``: all.
         offset: agents before the page.
-        of_sessions: the conversations that sessions keep caches of, instead of agents. `match` is then a pattern of
-            sessions.
+        of_sessions: the conversations that sessions keep caches of, instead of agents; `match` is of sessions then.
     """
 
     sort: Sort = "used"

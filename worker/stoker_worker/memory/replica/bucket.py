@@ -98,8 +98,8 @@ class Bucket:
         return _opened(self.url, self._folder)
 
     def create(self, name: str, content: bytes) -> bool:
-        """Make an object, durably; ``False``: there is one of this name. Of several calls exactly one makes it. Raises
-        `BucketAway`: it may be there or not."""
+        """Make an object, durably; ``False``: it exists. Of several calls one makes it. Raises `BucketAway`: it may be
+        there or not."""
 
         def put() -> bool:
             self._check_mounted()
@@ -337,9 +337,8 @@ def identity_of(bucket: Bucket, marker: bytes) -> str:
 
 
 def check_creates_once(bucket: Bucket) -> None:
-    """Raises `StoreUnusable`: an object is overwritten, as by servers that do not know ``If-None-Match``, so that two
-    workers could write one version twice; or a second client does not find what the first has made. Raises
-    `BucketAway`."""
+    """Raises `StoreUnusable`: an object is overwritten, as by servers that do not know ``If-None-Match`` (two workers
+    could write one version twice), or a second client does not find what the first has made. Raises `BucketAway`."""
     name, second = f"probe/{uuid.uuid4().hex}", Bucket(bucket.url)
     bucket.create(name, b"1")
     creates_twice = second.create(name, b"2")

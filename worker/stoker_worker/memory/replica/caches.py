@@ -1,8 +1,8 @@
 """The cache files of agents in a shared store: writes them there, and brings them here. Any thread.
 
 They have the same names and bytes there as here, so a reader verifies them as always. Beside them is a list for each
-agent, made when all of its files are there: it tells `collecting` what is in use, and since when. Everything here only
-saves time.
+agent, made when all of its files are there: it tells `collecting` what is used, and since when. All this only saves
+time.
 """
 
 import json
@@ -329,9 +329,9 @@ def _listed(bucket: Bucket, agent_id: str) -> list[str]:
 
 
 class CachesBehind:
-    """Writes caches to the shared store after their turns, on a thread of its own, within a bandwidth. What is left to
-    write is in memory only: another worker computes what it does not find. In an outage this thread alone asks whether
-    the shared store is back."""
+    """Writes caches to the shared store after their turns, on its own thread, within a bandwidth. What is left is in
+    memory only: another worker computes what it misses. In an outage this thread alone asks whether the shared store is
+    back."""
 
     def __init__(self, parts: StoreParts, bucket: Bucket, budget: DiskBudget, *, max_bps: int | None) -> None:
         """`max_bps`: most bytes per second; ``None``: no limit."""

@@ -23,8 +23,8 @@ _LIMIT_S: Final = 3600.0
 
 @dataclass(frozen=True)
 class CollectedThere:
-    """What was removed, or would be: `files` of `bytes` in all, and `agents` that lose their caches. `left_bytes`: of
-    the cache files that stay."""
+    """What was removed, or would be: `files` of `bytes`, and `agents` that lose caches. `left_bytes`: of the files that
+    stay."""
 
     files: int
     bytes: int
@@ -36,8 +36,7 @@ def collect_there(
     bucket: Bucket, *, max_bytes: int | None = None, unused_s: float | None = None, dry_run: bool = False
 ) -> CollectedThere:
     """Remove the cache files that no agent uses; then those of agents unused for `unused_s`, and of those unused the
-    longest, until `max_bytes` are left. Raises `StoreUnusable`: it is no shared store; `BucketAway`: a second call
-    removes the rest."""
+    longest, until `max_bytes` are left. Raises `StoreUnusable`: it is no shared store; `BucketAway`: call it again."""
     if (marker := bucket.get(MARKER)) is None:
         raise StoreUnusable(f"{bucket.url} is no shared store: it has no {MARKER}")
     identity_of(bucket, marker)

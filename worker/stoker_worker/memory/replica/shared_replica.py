@@ -255,8 +255,7 @@ class SharedReplica(Replica):
 
 @contextmanager
 def opened_with_shared(path: Path) -> Iterator[StoreParts]:
-    """A store, with its shared store if it has one, for one command of the shell that changes agents. Raises
-    `StoreUnusable`."""
+    """A store, with its shared store if any, for a command of the shell that changes agents. Raises `StoreUnusable`."""
     with opened(path) as parts:
         with parts.database.snapshot() as connection:
             note = read_note(connection)
@@ -277,8 +276,8 @@ def checksum_of(connection: Connection, row: AgentRow | None, version: int) -> b
 def adopt(
     connection: Connection, versions: Sequence[SharedVersion], before: AgentRow | None, *, keeps_before: bool
 ) -> None:
-    """Make the last of `versions`, a chain of no empty ones, oldest first, the agent's newest version here. A change of
-    `Database.commit`.
+    """Make the last of `versions`, a chain of no empty ones, oldest first, the agent's newest here, within a
+    transaction.
 
     Args:
         before: the agent's row when the chain was read.
@@ -334,8 +333,7 @@ def _note_deliveries(connection: Connection, agent: int, version: SharedVersion,
 
 
 def lose(connection: Connection, agent_id: str, version: int) -> None:
-    """Note that this is the agent's newest version, and that it cannot be read. A change of `Database.commit`. Raises
-    `Damaged`."""
+    """Note, within a transaction, that this is the agent's newest version and cannot be read. Raises `Damaged`."""
     row = transcripts.find_agent(connection, agent_id)
     if row is not None:
         connection.execute("DELETE FROM turns WHERE agent = ? AND version >= ?", (row.number, version))

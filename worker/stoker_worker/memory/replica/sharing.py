@@ -1,5 +1,5 @@
-"""Shares an existing store: puts its agents into a shared store that lacks them. A command of the shell, with the
-store's lock.
+"""Shares an existing store: puts its agents into a shared store that lacks them. A shell command, with the store's
+lock.
 
 Goes through the agents in pages, so memory does not grow with the store. What is there already is compared and not put
 again, so a second call continues after an interruption. If another agent of the same id is there, it is named, and both
@@ -30,8 +30,8 @@ _ANOTHER: Final = "there is another agent of this id there"
 
 @dataclass
 class Shared:
-    """`agents`: in both now; `put`: those of which something was put. `refused`: why an agent was not, by its id, for
-    the first ones; `n_refused`: of all."""
+    """`agents`: in both now. `put`: those of which something was put. `refused`: the first others, and why.
+    `n_refused`: all."""
 
     agents: int = 0
     put: int = 0
@@ -40,8 +40,7 @@ class Shared:
 
 
 def share(parts: StoreParts, bucket: Bucket, *, on_page: Callable[[Shared], object] = lambda done: None) -> Shared:
-    """Make the shared store have all agents of this one, and note it if it has. `on_page`: called with what is done so
-    far.
+    """Make the shared store have all agents of this one, and note it if it has. `on_page`: called with what is done.
 
     Raises:
         StoreUnusable: it is no shared store, and cannot be one.

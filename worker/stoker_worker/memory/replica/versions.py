@@ -1,5 +1,5 @@
-"""The versions of agents in a shared store: finds the newest, reads and verifies chains, makes each next one at most
-once, and removes old ones. Any thread.
+"""The versions of agents in a shared store: finds the newest, verifies chains, makes each next one at most once, and
+removes old ones. Any thread.
 
 A number that was removed is free again, and a worker that slept could take it for the next one. But the newest version
 is never removed. So after each put the names above it are listed: if there is one, the put was not the newest version.
@@ -89,8 +89,8 @@ class SharedVersion:
 
     @classmethod
     def decode(cls, agent_id: str, version: int, content: bytes) -> Self:
-        """Raises `Emptied`: the agent was forgotten at a later number; `Damaged`: the content is not as it was written,
-        or is another agent's or version's."""
+        """Raises `Emptied`: the agent was forgotten at a later number; `Damaged`: this is not the content that was
+        written there."""
         if content == EMPTIED:
             raise Emptied(f"version {version} was forgotten")
         written, _, body = content.partition(b"\n")
@@ -138,8 +138,8 @@ class Versions:
         self._bucket = bucket
 
     def newest(self, agent_id: str, known: int, hint: int = 0) -> int:
-        """The number of the agent's newest version. `known`: one that is or was there; 0: none. `hint`: one that may be
-        there."""
+        """The number of the agent's newest version. `known`: one that exists or did; 0: none. `hint`: one that may
+        exist."""
         after = version_name(agent_id, known) if known else None
         newest = max(self.stored(agent_id, after), default=known)
         if hint > newest and self._bucket.has(version_name(agent_id, hint)):
@@ -182,8 +182,7 @@ class Versions:
         return found, follows
 
     def put(self, version: SharedVersion) -> None:
-        """Make it the agent's newest version. Raises `VersionTaken`: there is another one of its number, or a newer
-        one."""
+        """Make it the agent's newest version. Raises `VersionTaken`: there is another one of its number, or a newer."""
         self.create(version)
         agent_id, number = version.next.agent_id, version.next.number
         if (newest := self.newest(agent_id, number)) > number:
