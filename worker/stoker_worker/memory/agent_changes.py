@@ -1,5 +1,4 @@
-"""Forks, rolls back and forgets agents: every change of an agent but turns. Finisher threads, the upkeep's, shell
-commands.
+"""Forks, rolls back and forgets agents: every change but turns. Finisher and upkeep threads, and the shell's commands.
 
 A change is one transaction, which also remembers the delivery if a job asked: after a crash it has happened or it has
 not. With a shared store, it has happened once its version is there. New files are written before the transaction, and
@@ -47,13 +46,8 @@ _READ_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True)
 class Asked:
-    """The delivery that asks for a change, and the condition of it.
-
-    Attributes:
-        delivery: ``None`` for a command of the shell.
-        expect_version: the agent must be at this version.
-        keep_versions: how many of its versions stay; ``None``: all, until its next turn.
-    """
+    """The delivery that asks for a change (``None``: a command of the shell), and its condition: the agent must be at
+    `expect_version`. `keep_versions`: how many of its versions stay; ``None``: all, until its next turn."""
 
     delivery: Delivery | None = None
     expect_version: int | None = None
@@ -104,13 +98,8 @@ def exists(parts: StoreParts, agent_id: str) -> bool:
 
 
 def readable(connection: Connection, agent_id: str) -> AgentState:
-    """The state of an agent whose transcript is whole.
-
-    Raises:
-        AgentNotFound: there is no such agent.
-        AgentTranscriptUnreadable: its transcript is damaged, or lacks the last turn.
-        Damaged: it is unknown whether there is such an agent.
-    """
+    """The state of an agent whose transcript is whole. Raises `AgentNotFound`; `AgentTranscriptUnreadable`: it is
+    damaged, or lacks the last turn; `Damaged`: it is unknown whether there is such an agent."""
     state = transcripts.read_agent(connection, agent_id)
     if state.problem is not None:
         raise AgentTranscriptUnreadable(f"the transcript of agent {agent_id!r}: {state.problem}")
@@ -120,8 +109,7 @@ def readable(connection: Connection, agent_id: str) -> AgentState:
 
 
 def check_vacant(connection: Connection, agent_id: str) -> None:
-    """Raises `AgentExists`: there is such an agent; `AgentMemoryError`: no agent can have this id; `Damaged`:
-    unknown."""
+    """Raises `AgentExists`; `AgentMemoryError`: no agent can have this id; `Damaged`: its existence is unknown."""
     try:
         _AGENT_ID.validate_python(agent_id)
     except ValidationError as error:
@@ -148,8 +136,7 @@ def write_with_cache(
     keep_versions: int | None = None,
 ) -> int:
     """Make `record` the agent's newest version, within a transaction; returns the agent's number. `row`: ``None`` for a
-    new agent. `chain`: of the cached tokens. `piece_bytes`: of the tail and the snapshots. `keep_versions`: as in
-    `Asked`."""
+    new agent. `chain`: of the cached tokens. `piece_bytes`: of tail and snapshots. `keep_versions`: as in `Asked`."""
     keep_versions = keep_versions or record.version
     row = transcripts.write_version(connection, row, record, keep_versions=keep_versions, piece_bytes=piece_bytes)
     cache_index.use_chain(connection, row.number, chain, now=record.about.saved_at)
@@ -245,9 +232,8 @@ def roll_back(
 
 
 def close_number(parts: StoreParts, agent_id: str) -> None:
-    """Make the agent's newest version its next one too: a version of that number on its way to the shared store then
-    comes too late. An unreadable agent stays as it is. Raises `VersionTaken`, `SharedStoreAway`, `OSError`,
-    `Damaged`."""
+    """Make the agent's newest version its next one too: a version of that number on its way to the shared store comes
+    too late. An unreadable agent stays as it is. Raises `VersionTaken`, `SharedStoreAway`, `OSError`, `Damaged`."""
     with parts.database.snapshot() as connection:
         row = transcripts.find_agent(connection, agent_id)
     if row is not None and row.version:

@@ -49,12 +49,8 @@ _FINGERPRINT: Final = re.compile(r"[0-9a-f]+")
 
 @dataclass(frozen=True)
 class BlockChain:
-    """The full blocks of `token_ids`, as one model caches them under one salt; hashed once, on first use.
-
-    Attributes:
-        model: fingerprint of the model.
-        salt: ``None`` is the same as the empty salt.
-    """
+    """The full blocks of `token_ids`, as the model of this fingerprint caches them under one salt (``None`` is the same
+    as the empty one). Hashed once, on first use."""
 
     model: str
     salt: str | None
@@ -318,8 +314,8 @@ class CachePiece:
         return len(self.header) + self.layout.n_bytes
 
     def encode(self, layers: tuple[LayerKV, ...], offset: int, states: tuple[LayerState, ...] = ()) -> Iterator[Chunk]:
-        """The file's bytes, from arrays whose tokens start at `offset`, and a snapshot's `states`; copied only if
-        quantised."""
+        """The file's bytes, from arrays in which its tokens start at `offset`, and a snapshot's `states`; copied only
+        if quantised."""
         stop = offset + len(self.token_ids)
         arrays: Iterable[Array] = (array[:, offset:stop] for array in chain.from_iterable(layers))
         if self.is_quantised:
@@ -330,8 +326,8 @@ class CachePiece:
         return self._encode([*rows, *map(_bytes_of, chain.from_iterable(states))])
 
     def load(self, path: Path, targets: Sequence[memoryview]) -> Fault | None:
-        """Read a file's data into `targets` (`layout.n_bytes` in all) and verify the file; after a fault they hold
-        anything."""
+        """Read a file's data into `targets` (`layout.n_bytes` in all) and verify the whole file. After a fault the
+        targets hold anything."""
         try:
             with open(path, "rb", buffering=0) as file:
                 return self._load(file, targets)
@@ -416,8 +412,8 @@ def read_place(path: Path) -> tuple[str, tuple[int, ...]] | None:
 
 
 def place_in(file: FileIO | BytesIO) -> tuple[str, tuple[int, ...]] | None:
-    """The address before a cache file's tokens, and these, from its header: the reader verifies them. ``None``: it has
-    none."""
+    """The address of the block before a cache file's tokens, and these tokens, as in its header: the caller verifies
+    both. ``None``: the header has none."""
     with suppress(ValueError, TypeError, KeyError, RecursionError):
         about = read_metadata(file)
         ids = str(about["token_ids"])
@@ -468,12 +464,8 @@ def block_beside(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class SavedBlocks:
-    """Allocated bytes of files, by the index of their block in a chain.
-
-    Attributes:
-        blocks: from the first one that was missing.
-        outlived: snapshots that become checkpoints once the turn is committed: their files now and then.
-    """
+    """Allocated bytes of files, by the index of their block in a chain; `blocks` from the first that was missing.
+    `outlived`: snapshots that become checkpoints once the turn is committed: their files now and then."""
 
     blocks: Mapping[int, int] = field(default_factory=dict)
     checkpoints: Mapping[int, int] = field(default_factory=dict)
@@ -586,8 +578,7 @@ def _checkpoint_to_write(
     path: Path, chain: BlockChain, spec: ModelCacheSpec, taken: Sequence[Snapshot]
 ) -> Snapshot | None:
     """Which of the snapshots after one block becomes its checkpoint; ``None``: `path` has one within `chain` already.
-    It replaces other prompts' checkpoint by the first, which they may share; otherwise it is the last, which saves
-    most."""
+    In place of other prompts' checkpoint the first, which they may share; otherwise the last, which saves most."""
     if (place := read_place(path)) is None:
         return taken[-1]
     start = taken[0].n_tokens // BLOCK_TOKENS * BLOCK_TOKENS

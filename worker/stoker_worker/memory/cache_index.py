@@ -4,8 +4,7 @@ It only decides what may be evicted, and counts; a lookup asks the disk. An agen
 and each block to the one before it: so a turn changes a few rows, however long its conversation, and a block is in use
 as long as an agent or another block refers to it. A checkpoint is in the row of its block, and goes with it. A model
 without full attention has rows of blocks without files. Runs inside `Database.snapshot` or a change of
-`Database.commit`; owns the tables `blocks` and `models`, `store.cache_bytes`, and the columns of `agents` about cache
-files.
+`Database.commit`; owns the tables `blocks` and `models`, `store.cache_bytes`, and the columns of `agents` about cache.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,8 +23,7 @@ class Block:
 
     Attributes:
         model: the first 16 characters of the model's fingerprint, as in the path.
-        n_bytes: allocated.
-        checkpoint_bytes: allocated for its checkpoint; 0: it has none.
+        n_bytes: allocated; `checkpoint_bytes`: the same for its checkpoint, 0 without one.
         n_users: agents whose cache ends at this block, and blocks that follow it, at most `_MOST_USERS` of each; 0 in
             the results of `worst_checkpoints` and `block_sizes`, which do not count them.
     """
@@ -73,8 +71,8 @@ def cache_bytes(connection: Connection) -> int:
 
 
 def add_blocks(connection: Connection, chain: BlockChain, sizes: Mapping[int, int], *, now: float) -> None:
-    """Enter blocks of `chain`: allocated bytes by index, without gaps. They are unused until an agent refers to the
-    last one."""
+    """Enter blocks of `chain`: allocated bytes by their index in it, without gaps. They count as unused until an agent
+    refers to the last one."""
     before = 0
     for index, n_bytes in sorted(sizes.items()):
         key, parent = bytes.fromhex(chain.addresses[index]), bytes.fromhex(chain.parent(index))

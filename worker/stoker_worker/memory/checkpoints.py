@@ -35,7 +35,7 @@ def checkpoint_places(
     apart = BLOCK_TOKENS * _blocks_apart(spec, n_prompt)
     regular = range(apart, n_prompt, apart)
     places = {n // BLOCK_TOKENS * BLOCK_TOKENS for n in ends if n >= BLOCK_TOKENS}
-    # A restore to within the block of its end went on from that block's checkpoint, which stays.
+    # A restore that reached the block of its end resumed from that block's checkpoint, which stays.
     is_taken = bool(spec.snapshot_layers) and n_restored // BLOCK_TOKENS >= system_tokens // BLOCK_TOKENS
     if system_tokens >= BLOCK_TOKENS and not is_taken:
         places.add(system_tokens)

@@ -145,12 +145,9 @@ def translated() -> Iterator[None]:
 
 
 class Witness:
-    """How many transactions a store's database had when it was last written: a number and its checksum in a file.
-
-    A damaged byte in SQLite's write-ahead log ends the log early, and SQLite takes the rest for unfinished. A database
-    with fewer transactions than its witness has lost some. The file is not synced: it may be older than the database,
-    never newer.
-    """
+    """How many transactions a store's database had when it was last written: a number and its checksum in a file. A
+    database with fewer has lost some: a damaged byte in SQLite's write-ahead log ends the log early, and SQLite takes
+    the rest for unfinished. The file is not synced: it may be older than the database, and is never newer."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / _WITNESS_NAME
@@ -198,11 +195,7 @@ class Change(Generic[T]):
 
 class Database:
     """An open database. `outage`: the store's, told of transactions that the disk refuses, and of those that succeed.
-
-    Raises:
-        DatabaseFailed: it cannot be opened now.
-        Damaged: it is no database.
-    """
+    Raises `DatabaseFailed`: it cannot be opened now; `Damaged`: it is no database."""
 
     def __init__(self, folder: Path, connector: Callable[[Path], Connection] = connect) -> None:
         self.path = folder / NAME
@@ -265,15 +258,14 @@ class Database:
             return 0
 
     def shorten_log(self) -> None:
-        """Move a long log's content into the database beside transactions, not in one. Raises `DatabaseFailed`,
-        `Damaged`."""
+        """Move a long log into the database, so that no transaction has to. Raises `DatabaseFailed`, `Damaged`."""
         if self.log_bytes() > _LONG_LOG_BYTES:
             with self._reading() as connection:
                 connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
     def empty_log(self) -> bool:
-        """Move the log into the database and truncate it, unless it is being read. ``False``: no room, or an error.
-        Never raises."""
+        """Move the log into the database and truncate it, unless it is being read. ``False``: that failed, perhaps for
+        lack of room. Never raises."""
         with self._leading, suppress(DatabaseFailed, Damaged), translated():
             self._check_open()
             self._writer.execute("PRAGMA busy_timeout=0").fetchall()
@@ -385,8 +377,7 @@ def count_bytes(connection: Connection, n_bytes: int) -> None:
 
 
 class SharedNote(NamedTuple):
-    """The shared store that has all of a store's agents (column `store.shared`). `id`: the same wherever it is
-    mounted."""
+    """The shared store that has all of a store's agents (column `store.shared`). `id`: the same on every mount."""
 
     url: str
     id: str

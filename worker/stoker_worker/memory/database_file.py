@@ -150,13 +150,9 @@ def create_database(folder: Path, files: Disk, connector: Callable[[Path], Conne
 def open_database(
     folder: Path, connector: Callable[[Path], Connection] = connect, *, make: Callable[[], None] | None = None
 ) -> Database:
-    """The database of the store at `folder`. `make`: called if there never was one, to make it.
-
-    Raises:
-        StoreUnusable: there is none, it is damaged, of another format, or lacks its newest transactions; the message
-            explains how to go on.
-        OSError: it cannot be used now.
-    """
+    """The database of the store at `folder`; `make` is called if there never was one. Raises `StoreUnusable`, which
+    explains how to go on: there is none, it is damaged, of another format, or lacks its newest transactions; `OSError`:
+    it cannot be used now."""
     finish_replacement(folder)
     if not has_database(folder):
         if Witness(folder).path.exists() or (folder / f"{NAME}-wal").exists():
@@ -211,8 +207,8 @@ def seal_tables(connection: Connection) -> None:
 
 def check_database(folder: Path) -> None:
     """Check that a store's database is whole and of this format; raises as `open_database`. The connection cannot
-    write: on close, another one would move a damaged log into the database, as far as SQLite can read it, and delete
-    it."""
+    write: on close, another one would move what SQLite can read of a damaged log into the database, and delete the
+    log."""
     testified = Witness(folder).read()  # first: another process may commit meanwhile
     path = folder / NAME
     with translated(), closing(connect(path, "ro")) as found:

@@ -251,12 +251,8 @@ def _loses(row: AgentRow, blocks: Collection[str]) -> bool:
 
 
 class DiskBudget:
-    """A store's bytes on disk, and the limit.
-
-    Attributes:
-        max_bytes: above it, cache is evicted down to 90 %, so that not every save has to evict.
-        place_of: a waiting agent's place in the queue, as in `QueuePort.place_of`.
-    """
+    """A store's bytes on disk, and their limit `max_bytes`: above it, cache is evicted down to 90 %, so that not every
+    save has to evict. `place_of`: a waiting agent's place in the queue, as in `QueuePort.place_of`."""
 
     def __init__(
         self,
@@ -339,8 +335,8 @@ class DiskBudget:
         return save()
 
     def discard(self, find: Callable[[], Iterable[Path]]) -> int:
-        """Remove the files that `find` finds, except held blocks; returns how many. No hold begins meanwhile. Raises
-        `OSError`."""
+        """Remove the cache files that `find` finds, except held blocks; returns how many. No hold begins while `find`
+        looks. Raises `OSError`."""
         with self._holds.lock:
             held = self._holds.blocks()
             paths = [path for path in find() if block_beside(path).stem not in held]
@@ -384,8 +380,7 @@ class DiskBudget:
         return max_bytes
 
     def _settle(self, *, unused_before: float, free_bytes: int = 0) -> None:
-        """Evict until the store is within its limit and has freed `free_bytes`; in parts, so no lock is held for
-        long."""
+        """Evict until the store is within its limit and has freed `free_bytes`; in parts, to hold no lock for long."""
         goal, total = self.max_bytes, 0
         try:
             with self._settling:

@@ -148,8 +148,8 @@ def working_on(folder: Path, agent_id: str, *, wait: bool = False) -> Iterator[N
 
 
 class _LockedFile:
-    """A file whose bytes this process locks; one object for each file: closing any descriptor of it unlocks all of
-    them."""
+    """A file whose bytes this process locks; one object for each file, because closing any descriptor of it would
+    unlock all of the process's bytes."""
 
     _all: Final[dict[str, "_LockedFile"]] = {}
     _lock: Final = threading.Lock()

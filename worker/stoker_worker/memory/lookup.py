@@ -100,13 +100,8 @@ class _Step:
 
 @dataclass(frozen=True)
 class FoundOnDisk:
-    """The result of a lookup.
-
-    Attributes:
-        cache: verified; its `layers` are set even if its `room` is.
-        faults: in the order met.
-        checkpoint: address of the block whose checkpoint it resumes from, if any.
-    """
+    """The result of a lookup. `cache`: verified; its `layers` are set even if its `room` is. `faults`: in the order
+    met. `checkpoint`: address of the block whose checkpoint it resumes from, if any."""
 
     cache: SequenceCache
     faults: tuple[FaultyPiece, ...] = ()
@@ -114,8 +109,8 @@ class FoundOnDisk:
 
 
 def n_readers(beside_others: bool) -> int:
-    """How many threads may read: half of the cores beside running sequences, whose steps wait for the slowest core
-    (EXP-014)."""
+    """How many threads may read. Beside running sequences it is half of the cores, because each of their steps waits
+    for the slowest core (EXP-014)."""
     cores = os.cpu_count() or 1
     return max(1, min(_MOST_READERS, cores // 2 if beside_others else cores))
 
@@ -325,9 +320,9 @@ class Lookup:
         return max(0, len(self.prompt.token_ids) - 1)
 
     def make_room(self, n_tokens: int) -> PrefixRoom | None:
-        """The engine's memory for a prefix of `n_tokens` tokens, if it has its own. It has room for the prompt and some
-        of its answer, unless most of the prompt is new: nothing counts this memory while the job waits for its place in
-        the batch."""
+        """The engine's memory for a prefix of `n_tokens` tokens, if it has its own. It includes room for the prompt and
+        some of its answer, unless most of the prompt is new: the job may wait for its place in the batch, and until
+        then nothing counts this memory."""
         n_prompt = len(self.prompt.token_ids)
         if 2 * n_tokens >= n_prompt:
             return self.model.make_room(n_prompt, self.max_tokens)
@@ -436,7 +431,7 @@ class PrefixLookup:
 
     def _keep(self, lookup: Lookup, agent: AgentVersion, cache: SequenceCache) -> None:
         """Keep in RAM what was read from disk. The engine's memory comes back with a turn that is saved; otherwise it
-        is copied."""
+        is copied here."""
         if cache.room is not None:
             if lookup.is_saved or cache.n_tokens * lookup.model.spec.bytes_per_token > self._ram_cache.max_bytes:
                 return

@@ -37,8 +37,8 @@ class RamCacheEntry:
 
 @dataclass
 class ExpectedEntry:
-    """An agent whose cache is being read ahead. `order`: the agents of the next jobs, in turn. `n_bytes`: reserved for
-    it."""
+    """An agent whose cache is being read ahead. `order`: the agents whose jobs are next, the next one first. `n_bytes`:
+    reserved for it."""
 
     agent_id: str
     order: Sequence[str]
@@ -73,8 +73,8 @@ def default_memory_bytes() -> int:
 
 
 class RamCache:
-    """Drops the least recently used agents without work first; else refuses a new entry. `max_bytes`: 0 keeps
-    nothing."""
+    """Drops the least recently used agents first, but none with work: a new entry that does not fit is refused.
+    `max_bytes`: 0 keeps nothing."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -185,8 +185,8 @@ class RamCache:
         yield from (name for name in reversed(behind) if name in self._entries and name not in running)
 
     def _make_room(self, n_bytes: int, others: Iterable[str]) -> bool:
-        """Drop those of `others`, in this order, that must go for one more agent and `n_bytes` in all; none, if too
-        few."""
+        """Drop those of `others`, in this order, that have to go for one more agent and `n_bytes` in all; none, if that
+        is not enough."""
         over, n_over, going = n_bytes - self.max_bytes, len(self._entries) + 1 - MOST_AGENTS, list[str]()
         for name in others if over > 0 or n_over > 0 else ():
             going.append(name)

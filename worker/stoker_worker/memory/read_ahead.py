@@ -1,5 +1,5 @@
-"""Reads caches from disk into the RAM cache before their agents' jobs start. Owns one thread and the order; writes
-nothing.
+"""Reads caches from disk into the RAM cache before their agents' jobs start. Owns the choice of the next one, and one
+thread; writes nothing.
 
 First come the agents whose jobs are next in the queue, in that order. Before the first job runs, while the model loads,
 those used last follow, until the RAM cache is full. Reading waits for every restore. Damage is left to the restore,
@@ -140,7 +140,7 @@ class ReadAhead:
 
     @contextmanager
     def giving_way(self, agent_id: str | None) -> Iterator[None]:
-        """Inside, nothing is read ahead. If this agent's cache is just being read, wait for it: no file is read
+        """Inside, nothing is read ahead. Waits for this agent's cache if it is just being read, to read no file
         twice."""
         with self._changed:
             self._fills = False

@@ -3,8 +3,8 @@
 A session may have side calls under its name, so it has up to 16 conversations; the one used longest ago is replaced
 first. Each is a row in `agents` without a transcript, whose version counts its calls, so its cache is evicted and
 removed like an agent's: the blocks of its last prompt and answer, and the tail or the snapshots after them. A call
-belongs to the conversation whose tokens it continues; no field names it. A row's name begins with a newline; no agent's
-id does.
+belongs to the conversation whose tokens it continues; no field names it. A row's name begins with a newline, which no
+agent's id does.
 """
 
 import threading
@@ -84,12 +84,8 @@ class KeptConversation:
 
 def why_missed(kept: list[KeptConversation], n_prompt: int, *, n_elsewhere: int, has_snapshots: bool) -> str | None:
     """Why a prompt of `n_prompt` tokens finds less than its session has cached; ``None``: it finds what it may expect.
-
-    Args:
-        kept: the session's conversations, the one used last first.
-        n_elsewhere: how many tokens of the prompt others have cached.
-        has_snapshots: whether the model resumes at snapshots only.
-    """
+    `kept`: the session's conversations, the one used last first. `n_elsewhere`: how many tokens of the prompt others
+    have cached. `has_snapshots`: whether the model resumes at snapshots only."""
     longest = max(kept, key=lambda one: one.n_common, default=None)
     last = next((one for one in kept if one.prompt_tokens <= n_prompt), None)
     if longest is None or last is None:
@@ -129,14 +125,9 @@ class SessionCaches:
         self, session: str, chain: BlockChain, cache: SequenceCache, *, prompt_tokens: int, model: LoadedModel
     ) -> tuple[str, int, int]:
         """Keep the cache of a call's prompt and answer, in place of that of the conversation that it continues.
-        `chain`: of the cached tokens, `prompt_tokens` of which are the prompt.
-
-        Returns:
-            the name of the conversation, its version, and how many bytes the store has grown at most.
-
-        Raises:
-            OSError, Damaged: it could not be written; what was kept before still is.
-        """
+        `chain`: of the cached tokens, `prompt_tokens` of which are the prompt. Returns the name of the conversation,
+        its version, and how many bytes the store has grown at most. Raises `OSError`, `Damaged`: what was kept before
+        still is."""
         with self._budget.using(None, chain.addresses):
             name, version, before = self._take(session, chain)
             save = partial(
@@ -217,8 +208,7 @@ class SessionCaches:
     def _end_of_chain(
         self, connection: Connection, row: AgentRow, model: str, n_before: Mapping[str, int]
     ) -> tuple[int, tuple[int, ...]]:
-        """How many leading tokens the prompt shares with the conversation's blocks, and the tokens of the next
-        block."""
+        """How many leading tokens the prompt shares with the conversation's blocks, and the tokens of the one after."""
         if row.last_block is None:
             return 0, ()
         if (n_blocks := n_before.get(row.last_block.hex())) is not None:
@@ -231,7 +221,7 @@ class SessionCaches:
 
 def remove_session(parts: StoreParts, session: str) -> tuple[int, int]:
     """Remove what is kept of the session, for every model and salt, and the blocks that only it used; returns how many
-    conversations and blocks. A running call is kept. Raises `OSError`: something is left; `Damaged`."""
+    conversations and blocks. A running call is kept. Raises `OSError`: some files or rows are left; `Damaged`."""
     with parts.database.snapshot() as connection:
         names = transcripts.session_names(connection, f"{_FIRST}{session}{_FIRST}")
     blocks = sum(forget_agent(parts, name, only_here=True).blocks for name in names)

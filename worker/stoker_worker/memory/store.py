@@ -124,17 +124,13 @@ class AgentCacheStore(CacheStorePort):
         return self._prefixes.misses
 
     def meet(self) -> None:
-        """Check that the shared store is the right one. Without this, the first call that needs it does.
-
-        Raises:
-            BucketAway: it does not answer; it will be asked again.
-            StoreUnusable: it cannot be one, or the store has agents that it lacks.
-        """
+        """Check that the shared store is the right one; otherwise the first call that needs it does. Raises
+        `BucketAway`: it does not answer, and will be asked again; `StoreUnusable`: it cannot be one, or the store has
+        agents that it lacks."""
         self.parts.replica.meet()
 
     def shared_id(self) -> str:
-        """The shared store's id, the same on every mount; empty: there is none, or none ever answered. Raises
-        `OSError`, `Damaged`."""
+        """The shared store's id, the same on every mount; empty if none ever answered. Raises `OSError`, `Damaged`."""
         with self._database.snapshot() as connection:
             note = read_note(connection)
         return "" if note is None else note.id
@@ -344,8 +340,8 @@ class AgentCacheStore(CacheStorePort):
         self._read_ahead.next(agents)
 
     def use(self) -> StoreUse:
-        """The disk and RAM in use, for metrics and health checks. Any thread. Raises `OSError`: no reading or writing
-        now."""
+        """The disk and RAM in use, for metrics and health checks. Any thread. Raises `OSError`: the store cannot be
+        read or written."""
         folder = self.parts.path
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(f"{folder} is not writable")
@@ -403,8 +399,7 @@ class AgentCacheStore(CacheStorePort):
 
 class AgentJobs(AgentJobsPort):
     """Carries out jobs about an agent's memory: info, forget, fork, rollback. Finisher threads, beside saves and
-    restores of other agents. The shell's commands make the same changes, but here the worker's own state (budget, RAM)
-    follows."""
+    restores of other agents. The shell's commands make the same changes; here the worker's own state follows."""
 
     def __init__(self, store: AgentCacheStore, *, keep_versions: int) -> None:
         self._store = store

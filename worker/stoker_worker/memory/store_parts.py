@@ -100,14 +100,14 @@ class Replica:
         return None
 
     def expire(self, agent_id: str, unused_s: float) -> bool:
-        """True if the agent, unused here so long, may be removed here; forgotten everywhere if its newest version is as
-        old."""
+        """True if the agent, unused here for so long, may be removed here. It is forgotten everywhere if its newest
+        version is as old."""
         return True
 
 
 class Holds:
-    """The cache that this process's work counts on; none in a shell command. `lock`: not held while waiting for a
-    transaction."""
+    """The cache that work in this process counts on; none in a command of the shell. `lock`: never held while waiting
+    for a transaction."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -191,8 +191,7 @@ class StoreParts:
         """Make the version the agent's newest one, there and here, by the transaction of `change`.
 
         Returns:
-            what `change` returned; ``None``: it failed here, but the version is in the shared store; the next look
-                brings it in.
+            what `change` returned; ``None``: it failed here, but the version is there. The next look brings it in.
 
         Raises:
             VersionTaken, SharedStoreAway: as `Replica.publish`; nothing has changed here.
@@ -257,8 +256,8 @@ def make_folders(path: Path, writer: CacheWriter) -> None:
 
 @contextmanager
 def opened(path: Path) -> Iterator[StoreParts]:
-    """An existing store, for one command, beside a worker or not. Raises `StoreUnusable` as `open_parts`, or for damage
-    later."""
+    """An existing store, for one command; a worker may have it open too. Raises `StoreUnusable` as `open_parts`, and
+    when the command meets a damaged page."""
     with closing(open_parts(path)) as parts, refused_if_damaged(path):
         with refused_if_unusable(path):
             UnsavedTurns(path, parts.database, parts.files).move_all()

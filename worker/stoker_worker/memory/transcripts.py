@@ -4,8 +4,7 @@ Owns the tables `agents`, `turns` and `deliveries`. Functions with a connection 
 change of `Database.commit`; records have no I/O.
 
 A version's row has how much of its parent's token ids, messages and text it keeps, and what follows, so its size does
-not grow with the conversation. Every `FULL_EVERY` versions a row has the whole transcript, which limits the rows to
-read.
+not grow with the conversation. Every `FULL_EVERY` versions a row has the whole transcript: no read needs more rows.
 
 An agent is found by its id and, over a second index, by the hash of its id: a damaged page can hide a row from one of
 them, and an agent that one index knows is never taken for a new one.
@@ -45,14 +44,13 @@ MadeBy = Literal["turn", "fork", "rollback", "closed"]
 
 @dataclass(frozen=True)
 class About:
-    """The small facts of a version, one JSON object in the row.
+    """The small facts of a version, one JSON object in the row. Times are Unix times.
 
     Attributes:
         carry_text: the end of the last answer, if no token covers it.
         tokenizer: fingerprint of the tokenizer and chat template of the token ids.
         job_id: ``None`` for a command.
-        answer_until: Unix time until which the delivery may be repeated, so that its answer must be kept.
-        saved_at: Unix time.
+        answer_until: until when the delivery may be repeated, so that its answer must be kept.
         tokens: length of the transcript.
         since_full: versions since the last row with the whole transcript; 0 for such a row.
     """
@@ -157,8 +155,8 @@ def delta(base: Transcript | None, new: Transcript, parent: bytes | None = None)
 
 
 def replay(records: Iterable[TurnRecord]) -> Transcript:
-    """The transcript after `records`: at least one, oldest first; the first keeps nothing. Raises `Damaged`: one keeps
-    too much."""
+    """The transcript after `records`: at least one, oldest first; the first keeps nothing. Raises `Damaged`: a record
+    keeps more than its parent has."""
     tokens: list[int] = []
     messages: list[Message] = []
     text = ""
@@ -223,7 +221,7 @@ class AgentRow:
     """An agent's row in `agents`.
 
     Attributes:
-        number: the agent in the other tables.
+        number: the agent's key in the other tables.
         head: checksum of the newest version's row; empty at version 0, if that row is not here, and for sessions.
         unsaved: whether the last finished turn is missing from the transcript.
         last_block: address of the last block of its cache in the cache index.
@@ -302,8 +300,7 @@ def read_history(connection: Connection, row: AgentRow) -> Iterator[tuple[TurnRe
 
 
 def _prune(connection: Connection, row: AgentRow, newest: int, keep_versions: int) -> int:
-    """Delete versions beyond the newest `keep_versions`, except those needed to read one of these; returns their
-    bytes."""
+    """Delete versions beyond the newest `keep_versions` that none of these needs; returns their bytes."""
     oldest = newest - keep_versions + 1
     if oldest <= 1:
         return 0
@@ -317,12 +314,8 @@ def _prune(connection: Connection, row: AgentRow, newest: int, keep_versions: in
 
 @dataclass(frozen=True)
 class AgentState:
-    """``row`` is ``None`` for an unknown agent.
-
-    Attributes:
-        version: the newest version; after a `problem`, the one that a full replacement may continue from.
-        problem: why the transcript cannot be trusted; ``None`` when it can.
-    """
+    """An agent's state. `row`: ``None`` if unknown. `version`: the newest; after a `problem`, which is why the
+    transcript cannot be trusted, the one that a full replacement may continue from."""
 
     version: AgentVersion
     row: AgentRow | None = None
@@ -330,12 +323,8 @@ class AgentState:
 
 
 def read_agent(connection: Connection, agent_id: str) -> AgentState:
-    """The agent's state; damage to a version becomes its `problem`.
-
-    Raises:
-        Damaged: it is unknown whether there is such an agent.
-        sqlite3.Error: the same, or the disk failed.
-    """
+    """The agent's state; damage to a version becomes its `problem`. Raises `Damaged`: it is unknown whether there is
+    such an agent; `sqlite3.Error`: the same, or the disk failed."""
     row = find_agent(connection, agent_id)
     if row is None:
         return AgentState(AgentVersion(agent_id, 0, None))
@@ -356,8 +345,8 @@ def read_agent(connection: Connection, agent_id: str) -> AgentState:
 
 
 def find_agent(connection: Connection, agent_id: str) -> AgentRow | None:
-    """The agent's row, with a `problem` if its content is damaged. Raises `Damaged`: its indexes disagree, or its
-    versions are unreadable."""
+    """The agent's row, with a `problem` if its content is damaged. Raises `Damaged`: its two indexes disagree, or its
+    newest version is unknown."""
     found = {row[0]: row[1:] for row in connection.execute(_FIND, (agent_id, key_of(agent_id))).fetchall()}
     if not found:
         return None
@@ -408,12 +397,7 @@ def unused_agents(
     connection: Connection, *, for_s: float, after: tuple[float, int], limit: int, where: str
 ) -> list[tuple[float, int, str]]:
     """Agents that nobody used while workers ran for `for_s` seconds: the store's clock at their last use, their numbers
-    and ids, in this order.
-
-    Args:
-        after: the first two values of the last row of the page before.
-        where: an SQL condition that they meet.
-    """
+    and ids, in this order. `after`: the first two values of the last known one. `where`: an SQL condition."""
     return connection.execute(
         f"SELECT used_clock_s, number, agent_id FROM agents WHERE used_clock_s < {_CLOCK} - ?"
         f" AND (used_clock_s, number) > (?, ?) AND {where}"
@@ -426,11 +410,7 @@ def write_version(
     connection: Connection, row: AgentRow | None, record: TurnRecord, *, keep_versions: int, piece_bytes: int = 0
 ) -> AgentRow:
     """Make `record` the agent's newest version, and prune those beyond `keep_versions`; returns the row as it is now.
-
-    Args:
-        row: the agent's, as just read; ``None`` for a new agent. `record` follows its version.
-        piece_bytes: allocated bytes of the version's tail and snapshots.
-    """
+    `row`: as just read; ``None`` for a new agent. `piece_bytes`: allocated bytes of its tail and snapshots."""
     if row is None:
         row = insert_agent(connection, record.agent_id, last_used=record.about.saved_at)
     columns, cache = record.to_row(), record.about.cache
@@ -510,7 +490,7 @@ def set_missing(connection: Connection, agent_id: str, version: int, *, now: flo
 
 
 def session_rows(connection: Connection, names: Sequence[str]) -> list[tuple[AgentRow, int]]:
-    """The whole rows among these conversations, last used first, each with the length of its last call's prompt."""
+    """The undamaged rows among these conversations, last used first, each with its last prompt's number of tokens."""
     sql = f"SELECT tokens, {_COLUMNS} FROM agents WHERE agent_id IN (?{', ?' * (len(names) - 1)})"
     found: list[tuple[AgentRow, int]] = []
     for n_prompt, *columns in connection.execute(f"{sql} ORDER BY last_used DESC", names):
@@ -603,8 +583,8 @@ _ANSWER: Final = (
 
 
 def read_answer(connection: Connection, agent: int, key: bytes) -> Mapping[str, Any] | AnswerIn | None:
-    """The result (as JSON) that the delivery was given, or where it is; ``None``: it was given none, or cannot be
-    repeated any more. Raises `Damaged`: the result is damaged or gone."""
+    """The result (as JSON) of the delivery, or where it is; ``None``: it has none, or cannot be repeated any more.
+    Raises `Damaged`: the result is damaged or gone."""
     rows = connection.execute(_ANSWER, (agent, key)).fetchall()
     if (row := next((row for row in rows if row[0] == 1), None)) is not None:
         _, result, written = row

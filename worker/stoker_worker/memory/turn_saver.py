@@ -66,8 +66,7 @@ def cached_chain(turn: Turn) -> BlockChain | None:
 
 
 def own_pieces(chain: BlockChain, cache: SequenceCache, spec: ModelCacheSpec, places: Sequence[Path]) -> Pieces:
-    """A version's own files: tail or snapshots. `chain`: of the cached tokens. `places`: the version's
-    `PieceFolder.paths`."""
+    """A version's own files: tail or snapshots. `chain`: of the cached tokens. `places`: from `PieceFolder.paths`."""
     tail_path, *snapshot_paths = places
     pieces: dict[Path, Iterable[Chunk]] = {}
     if chain.rest and not spec.snapshot_layers:

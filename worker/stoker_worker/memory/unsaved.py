@@ -55,8 +55,8 @@ class UnsavedTurns:
                 self._files.flush(self._store)
 
     def add(self, agent_id: str) -> None:
-        """Note that the agent's last turn is lost, during its own job only. Raises `OSError`: the note is not durable,
-        nor counted."""
+        """Note that the agent's last turn is lost, during its own job only. Raises `OSError`: the note could not be
+        made durable, and does not count."""
         with self._lock:
             if agent_id not in self._places:
                 place = next(place for place in count() if place not in self._places.values())
@@ -69,8 +69,8 @@ class UnsavedTurns:
                 self._move(agent_id)
 
     def discard(self, agent_id: str) -> None:
-        """The agent has another version now, or is gone. A note that cannot be blanked is ignored, and blanked by
-        `move_all`."""
+        """The agent has another version now, or is gone. A note that cannot be blanked has no effect; `move_all` blanks
+        it later."""
         with self._lock:
             if (place := self._places.pop(agent_id, None)) is not None:
                 self._to_blank.add(place)

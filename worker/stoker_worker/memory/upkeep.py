@@ -2,8 +2,7 @@
 unused agents, and compares the cache files with their index.
 
 Works in small steps and rests between them, so that no turn waits for it. It keeps no state between rounds. A save
-writes its files before its rows, so a file without a row is an orphan only after some time. Its loss is at worst a
-miss.
+writes its files before its rows, so a file without a row is an orphan only after some time; its loss is a miss.
 """
 
 import logging
@@ -132,8 +131,7 @@ class Upkeep:
         self._database.shorten_log()
 
     def forget_sessions(self) -> Iterator[None]:
-        """The steps of each minute, as fine as the store's clock: conversations may be many. Each raises as those of
-        `tidy`."""
+        """The steps of each minute, as fine as the store's clock: conversations may be many. Raises as `tidy`."""
         if self._session_ttl_s is not None:
             yield from self._forget_unused(self._session_ttl_s, transcripts.IS_OF_SESSION)
         # Without cache there is nothing to keep, and sessions that are used once add up.
@@ -185,7 +183,7 @@ class Upkeep:
         self._database.commit(partial(transcripts.advance_clock, seconds=seconds))
 
     def _forget_unused(self, ttl_s: float, where: str) -> Iterator[None]:
-        """In small steps, with other work between them; each agent is looked at once, and not all of a great many."""
+        """In small steps, with other work between; each agent is looked at once, in at most `_MOST_PAGES` pages."""
         for_s, after = ttl_s + _TICK_S, (float("-inf"), 0)  # the last use may be a tick later than the clock was
         # Their jobs wait meanwhile, and a shared store is asked about each.
         at_once = 1 if self._parts.replica.is_shared else _AGENTS_AT_ONCE
@@ -215,7 +213,7 @@ class Upkeep:
         return bool(removed or not unused)
 
     def _has_work(self, agent_id: str) -> bool:
-        """Also if its jobs do not come up here: they wait for a job in another queue, or are left to another worker."""
+        """Also if its jobs are not offered here: they wait for a job in another queue, or for another worker."""
         place_of = self._budget.place_of
         return self._parts.holds.has_work(agent_id) or place_of(agent_id) < place_of(_NO_AGENT)
 

@@ -2,7 +2,7 @@
 
 The file is a version as in a shared store, with the whole transcript. Caches stay behind, because they only save time;
 so do older versions, and the answers to the agent's jobs, which are for this store's queue. An import trusts nothing in
-the file: it makes anew whatever it does not need from it.
+the file: it drops the entry of a cache, and makes counts and times anew.
 """
 
 import json

@@ -52,8 +52,8 @@ class Backup:
 
 
 def back_up(store: StoreParts, file: Path) -> Backup:
-    """Write the newest state of every agent to a new file (mode 0600), whole or not at all. Damaged rows are copied and
-    named.
+    """Write the newest state of every agent to a new file (mode 0600): whole, or not there. Damaged rows are copied as
+    they are, and named.
 
     Raises:
         FileExistsError: the file exists.
@@ -77,8 +77,8 @@ def back_up(store: StoreParts, file: Path) -> Backup:
 
 
 def copy_database(source: Connection, target: Path) -> None:
-    """Copy all pages to an empty file. Raises `sqlite3.Error`. `source` has read in its transaction: no writer restarts
-    the copy."""
+    """Copy all pages to an empty file. `source` is in a transaction that has read, so that no writer makes the copy
+    begin again. Raises `sqlite3.Error`."""
     assert isinstance(source, sqlite3.Connection)
     with closing(sqlite3.connect(target, isolation_level=None)) as copy:
         copy.execute("PRAGMA journal_mode=OFF")  # it is synced when it is whole
@@ -134,8 +134,8 @@ def restore(folder: Path, backup: Path) -> RestoredBackup:
 
 
 def exchange(folder: Path, make: Callable[[Path], None], fill: Callable[[Connection], None]) -> Exchanged:
-    """Make another database the store's, while no worker can have it. `make` puts it into an empty folder, `fill`
-    changes it.
+    """Make another database the store's; meanwhile no worker can have the store. `make` puts it into an empty folder,
+    `fill` changes it.
 
     Raises:
         StoreUnusable: a worker has the store, or it or the new database has another format; nothing has changed.

@@ -21,8 +21,7 @@ _FRAME_HEADER: Final = struct.Struct(">II8sII")
 _FRAME: Final = _FRAME_HEADER.size + PAGE
 
 Row = tuple[int | None, tuple[Any, ...]]
-"""The rowid (``None`` in an index and in a table without rowids), and the columns: `int`, `float`, `str`, `bytes`,
-``None``."""
+"""The rowid (``None`` in an index, or a table without rowids), and the columns: int, float, str, bytes or ``None``."""
 
 
 class DamagedFile:

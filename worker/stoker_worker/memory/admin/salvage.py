@@ -29,7 +29,7 @@ from stoker_worker.memory.transcripts import FORGETTER, AgentRow, TurnRecord
 _BAD_FRAMES_OF_ONE_FAULT: Final = 2
 """A frame with a wrong checksum makes the next one look wrong too."""
 _LOST: Final = "lost id "
-"""Before the hash of an agent's id that is on no page any more."""
+"""The name of an agent whose id is on no page any more begins so; the hash of the id follows."""
 _LOST_ROW: Final = "its row is damaged: a newer version may be lost"
 _AGENT_COLUMNS, _TURN_COLUMNS = 16, 12
 _WITHOUT_PARENT: Final = (
@@ -164,7 +164,7 @@ class _Salvage:
         for key in keys:
             name = f"{key.hex()[:2]}/{key.hex()}.safetensors"
             if not any(self._folder.glob(f"blocks/*/{name}")):  # the index of the last blocks has the same columns
-                # Under another id, with this key: neither unknown nor usable.
+                # Under another id, with this key: the agent is neither unknown nor usable.
                 self._put(_LOST + key.hex())
                 self._to.execute("UPDATE OR IGNORE agents SET key = ? WHERE agent_id = ?", (key, _LOST + key.hex()))
 

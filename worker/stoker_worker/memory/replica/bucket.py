@@ -98,8 +98,8 @@ class Bucket:
         return _opened(self.url, self._folder)
 
     def create(self, name: str, content: bytes) -> bool:
-        """Make an object, durably; ``False``: it exists. Of several calls one makes it. Raises `BucketAway`: it may be
-        there or not."""
+        """Make an object, durably; ``False``: there is one of this name. Of several calls exactly one makes it. Raises
+        `BucketAway`: it may be there or not."""
 
         def put() -> bool:
             self._check_mounted()
@@ -287,13 +287,9 @@ def _first_line(error: BaseException) -> str:
 
 
 def meet(bucket: Bucket, database: Database) -> SharedNote:
-    """Note that this shared store has all agents of the store, if that is true.
-
-    Raises:
-        BucketAway: it does not answer, or another one is in its place.
-        StoreUnusable: it cannot be one, is of another format, or the store has agents that it lacks.
-        OSError, Damaged: the database cannot be read or written.
-    """
+    """Note that this shared store has all agents of the store, if that is true. Raises `BucketAway`: it does not
+    answer, or another one is in its place; `StoreUnusable`: it cannot be one, is of another format, or the store has
+    agents that it lacks; `OSError`, `Damaged`: the database cannot be read or written."""
     with database.snapshot() as connection:
         note, is_empty = read_note(connection), not has_agents(connection)
     how = f"share them first: stoker-worker memory share {bucket.url} --store {database.path.parent}"

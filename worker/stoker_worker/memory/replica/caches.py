@@ -1,8 +1,7 @@
-"""The cache files of agents in a shared store: writes them there, and brings them here. Any thread.
+"""The cache files of agents in a shared store: writes them there, and brings them here, to save time. Any thread.
 
 They have the same names and bytes there as here, so a reader verifies them as always. Beside them is a list for each
-agent, made when all of its files are there: it tells `collecting` what is used, and since when. All this only saves
-time.
+agent, made when all of its files are there: it tells `collecting` what is used, and since when.
 """
 
 import json
@@ -65,7 +64,7 @@ _Checks = dict[Path, _Check]
 
 _AT_ONCE: Final = 4
 _JOB_WAITS_S: Final = 30.0
-"""While a cache comes for one job, no other one is loaded."""
+"""While a cache is brought in for one job, no other job is loaded."""
 _KNOWN_S: Final = 3600.0
 """After this time a worker looks again whether a file is there: `memory gc --shared` may have removed it."""
 _MOST_KNOWN: Final = 2**16
@@ -329,9 +328,9 @@ def _listed(bucket: Bucket, agent_id: str) -> list[str]:
 
 
 class CachesBehind:
-    """Writes caches to the shared store after their turns, on its own thread, within a bandwidth. What is left is in
-    memory only: another worker computes what it misses. In an outage this thread alone asks whether the shared store is
-    back."""
+    """Writes caches to the shared store after their turns, on a thread of its own, within a bandwidth. What is left to
+    write is in memory only: another worker computes what it does not find. In an outage this thread alone asks whether
+    the shared store is back."""
 
     def __init__(self, parts: StoreParts, bucket: Bucket, budget: DiskBudget, *, max_bps: int | None) -> None:
         """`max_bps`: most bytes per second; ``None``: no limit."""

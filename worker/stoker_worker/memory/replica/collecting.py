@@ -23,8 +23,8 @@ _LIMIT_S: Final = 3600.0
 
 @dataclass(frozen=True)
 class CollectedThere:
-    """What was removed, or would be: `files` of `bytes`, and `agents` that lose caches. `left_bytes`: of the files that
-    stay."""
+    """What was removed, or would be: `files` of `bytes` in all, and `agents` that lose their caches. `left_bytes`: of
+    the cache files that stay."""
 
     files: int
     bytes: int

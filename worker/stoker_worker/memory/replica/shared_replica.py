@@ -276,17 +276,10 @@ def checksum_of(connection: Connection, row: AgentRow | None, version: int) -> b
 def adopt(
     connection: Connection, versions: Sequence[SharedVersion], before: AgentRow | None, *, keeps_before: bool
 ) -> None:
-    """Make the last of `versions`, a chain of no empty ones, oldest first, the agent's newest here, within a
-    transaction.
-
-    Args:
-        before: the agent's row when the chain was read.
-        keeps_before: whether the versions before the chain are the shared store's too; the others go.
-
-    Raises:
-        AgentVersionConflict: the agent has changed here meanwhile.
-        Damaged: they give no transcript.
-    """
+    """Make the last of `versions`, a chain without empty ones, oldest first, the agent's newest here, within a
+    transaction. `before`: the agent's row when the chain was read. `keeps_before`: whether the versions before the
+    chain are the shared store's too; otherwise they are removed. Raises `AgentVersionConflict`: the agent has changed
+    here meanwhile; `Damaged`: the chain gives no transcript."""
     made, now = versions[-1].next, time.time()
     row = transcripts.find_agent(connection, made.agent_id)
     if _state(row) != _state(before):

@@ -1,5 +1,4 @@
-"""Shares an existing store: puts its agents into a shared store that lacks them. A shell command, with the store's
-lock.
+"""Shares an existing store: puts its agents into a shared store that lacks them. A command, with the store's lock.
 
 Goes through the agents in pages, so memory does not grow with the store. What is there already is compared and not put
 again, so a second call continues after an interruption. If another agent of the same id is there, it is named, and both
@@ -30,8 +29,8 @@ _ANOTHER: Final = "there is another agent of this id there"
 
 @dataclass
 class Shared:
-    """`agents`: in both now. `put`: those of which something was put. `refused`: the first others, and why.
-    `n_refused`: all."""
+    """`agents`: in both now; `put`: those of which something was put. `refused`: why an agent was not, by its id, for
+    the first ones; `n_refused`: how many."""
 
     agents: int = 0
     put: int = 0

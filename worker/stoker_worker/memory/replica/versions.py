@@ -89,8 +89,8 @@ class SharedVersion:
 
     @classmethod
     def decode(cls, agent_id: str, version: int, content: bytes) -> Self:
-        """Raises `Emptied`: the agent was forgotten at a later number; `Damaged`: this is not the content that was
-        written there."""
+        """Raises `Emptied`: the agent was forgotten at a later number; `Damaged`: the content is not as it was written,
+        or is another agent's or version's."""
         if content == EMPTIED:
             raise Emptied(f"version {version} was forgotten")
         written, _, body = content.partition(b"\n")
@@ -138,8 +138,8 @@ class Versions:
         self._bucket = bucket
 
     def newest(self, agent_id: str, known: int, hint: int = 0) -> int:
-        """The number of the agent's newest version. `known`: one that exists or did; 0: none. `hint`: one that may
-        exist."""
+        """The number of the agent's newest version. `known`: one that is or was there; 0: none is known. `hint`: one
+        that may be there."""
         after = version_name(agent_id, known) if known else None
         newest = max(self.stored(agent_id, after), default=known)
         if hint > newest and self._bucket.has(version_name(agent_id, hint)):
