@@ -5,7 +5,7 @@ they save than the cache of the least recently used agent without work; then the
 waiting agents, the one needed last first. Running agents' cache, held blocks, their checkpoints and transcripts stay.
 
 The bytes of cache files are in the database; only folders and top-level files, such as the database, are measured. A
-save or restore first names the blocks that it counts on (`Holds`), and from then on none of them is removed. Files go
+save or restore first names the blocks that it counts on (`Holds`), and from then on none of them is evicted. Files go
 before their rows: a full disk may have no room for a transaction until they are gone.
 """
 

@@ -1,4 +1,4 @@
-"""Finds the longest cached prefix of a prompt: in RAM, then on disk. Writes no cache, but removes damaged files. Loader
+"""Finds the longest cached prefix of a prompt: in RAM, then on disk. Writes no file, but removes damaged ones. Loader
 thread, and threads of its own during a lookup.
 
 On disk the prompt's own full blocks come first, whichever agent wrote them. Where those end, one more file is used: a
