@@ -1,8 +1,7 @@
 """The worker's interfaces, and the values that cross them. No I/O, no MLX, no rq.
 
-Every value is frozen, except `CancelToken`. Threads hand these values to one another through queues. Arrays cross as
-NumPy arrays that nothing writes to any more, or inside a `PrefixRoom`; bfloat16 travels as uint16
-(`ModelCacheSpec.dtype` tells which it is).
+Every value but `CancelToken` is frozen, and threads hand them to one another. Arrays cross as NumPy arrays that nothing
+writes to any more, or inside a `PrefixRoom`. bfloat16 travels as uint16; `ModelCacheSpec.dtype` has the real dtype.
 """
 
 from stoker_worker.ports.engine import (

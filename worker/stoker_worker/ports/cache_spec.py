@@ -16,7 +16,7 @@ StoreDtype = Literal["native", "q8", "q4"]
 """Precision of full-attention blocks at rest: the model's own, or affine with 8 or 4 bits per element."""
 
 GROUP_SIZE: Final = 64
-"""Most elements that share one scale and one bias in a quantised block; they are neighbours along the head's dim."""
+"""Most elements, neighbours along the head's dim, that share one scale and one bias in a quantised block."""
 
 
 class LayerKind(StrEnum):
@@ -26,7 +26,7 @@ class LayerKind(StrEnum):
     """Full attention: K/V of every token. It may be cut anywhere, so it is stored in blocks."""
 
     WINDOW = "window"
-    """Sliding window: K/V of the last tokens. Usable exactly where it was taken, so it is stored in snapshots."""
+    """Sliding window: K/V of the last tokens. It is usable exactly where it was taken, so it is stored in snapshots."""
 
     RECURRENT = "recurrent"
     """A state of fixed size that every token changes (SSM, linear attention, convolution): stored in snapshots too."""
@@ -57,7 +57,7 @@ class ArraySpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer's cache; a layer that keeps two caches counts as two, and one in 8 bits (``--kv-bits 8``) as three: of
+    """One layer's cache. A layer that keeps two caches counts as two, and one in 8 bits (``--kv-bits 8``) as three:
     codes, scales and biases.
 
     Attributes:
@@ -65,8 +65,8 @@ class LayerSpec:
             tokens, value_dim).
         window_tokens: most tokens that a WINDOW layer keeps.
         arrays: the arrays that a RECURRENT layer keeps.
-        is_packed: of FULL: K and V hold codes of 8 bits, four in a uint32, and no numbers. Everywhere but in MLX their
-            bytes are taken for elements of the spec's dtype.
+        is_packed: of FULL: K and V are 8-bit codes, four in a uint32. Outside MLX their bytes pass as elements of the
+            spec's dtype.
     """
 
     kind: LayerKind
@@ -82,7 +82,7 @@ class LayerSpec:
         return self.n_kv_heads * (self.key_dim + self.value_dim)
 
     def snapshot_arrays(self, n_tokens: int, dtype: str) -> tuple[ArraySpec, ...]:
-        """This layer's arrays in a snapshot after `n_tokens` tokens; none for a FULL layer."""
+        """The layer's arrays in a snapshot after `n_tokens` tokens; none for a FULL layer."""
         if self.kind == LayerKind.WINDOW:
             kept = min(n_tokens, self.window_tokens)
             return tuple(ArraySpec((self.n_kv_heads, kept, dim), dtype) for dim in (self.key_dim, self.value_dim))
@@ -114,7 +114,7 @@ class ModelCacheSpec:
 
     Attributes:
         dtype: of K and V: ``float32``, ``float16`` or ``bfloat16``; bfloat16 travels as uint16 outside MLX.
-        store_dtype: precision of blocks at rest. It is part of the identity, because the loaded values depend on it.
+        store_dtype: precision of blocks at rest, a part of the identity because the loaded values depend on it.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -123,12 +123,11 @@ class ModelCacheSpec:
 
     @cached_property
     def full_layers(self) -> tuple[LayerSpec, ...]:
-        """The layers that are stored in blocks."""
         return tuple(layer for layer in self.layers if layer.kind == LayerKind.FULL)
 
     @cached_property
     def snapshot_layers(self) -> tuple[LayerSpec, ...]:
-        """The layers that are stored in snapshots, and so decide at which tokens a cache can be restored."""
+        """The layers stored in snapshots: they decide at which tokens a cache can be restored."""
         return tuple(layer for layer in self.layers if layer.kind in (LayerKind.WINDOW, LayerKind.RECURRENT))
 
     @property
@@ -149,7 +148,6 @@ class ModelCacheSpec:
         return self.bytes_per_token * BLOCK_TOKENS
 
     def snapshot_bytes(self, n_tokens: int) -> int:
-        """Bytes of all snapshot layers after `n_tokens` tokens."""
         layers = self.snapshot_layers
         return sum(array.nbytes for layer in layers for array in layer.snapshot_arrays(n_tokens, self.dtype))
 

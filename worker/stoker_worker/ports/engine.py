@@ -1,4 +1,4 @@
-"""The engine's interface: one sequence's work goes in, its completion comes out. No I/O, no MLX."""
+"""The engine's interface: takes the work of a sequence, returns its completion. No I/O, no MLX."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -18,31 +18,24 @@ TokenMask = NDArray[np.uint32]
 
 
 class AnswerGuide(Protocol):
-    """One sequence's guide. One thread at a time: the loader makes it, then it is the engine thread's.
+    """The guide of one sequence. The loader thread makes it; from then on only the engine thread uses it.
 
     Attributes:
-        error: why it cannot go on, which fails its job. It allows every token then.
+        error: set when the guide cannot continue. It allows every token from then on, and the engine fails its job.
     """
 
     error: StokerError | None
 
     def start(self, generated: Sequence[int]) -> None:
-        """Go to the place after these tokens of the answer, from any other place."""
+        """Restart the guide after the tokens `generated` of the answer."""
         ...
 
     def after(self, token: int | None) -> TokenMask | None:
-        """Take the answer's next token.
-
-        Args:
-            token: ``None``: take none, and stay at this place.
-
-        Returns:
-            the tokens that may follow; ``None`` if all may.
-        """
+        """Take the answer's next token, if not ``None``. Returns the tokens that may follow; ``None`` if all may."""
         ...
 
     def fork(self) -> "AnswerGuide":
-        """A guide for another answer to the same request, at its beginning."""
+        """A new guide for another answer to the same request."""
         ...
 
 
@@ -50,10 +43,10 @@ class GuideMaker(Protocol):
     """Makes the guides of a model's answers. Loader thread."""
 
     def guide_for(self, request: GenerationRequest, prompt_ids: Sequence[int]) -> AnswerGuide | None:
-        """``None`` for a request that leaves its answer free.
+        """The guide of an answer to this request, or ``None`` if any answer will do.
 
         Raises:
-            GuideRefused: its grammar or schema is wrong, not supported, or too large.
+            GuideRefused: the grammar or schema is wrong, not supported, or too large.
         """
         ...
 
@@ -63,7 +56,7 @@ LayerKV = tuple[Array, Array]
 """One layer's (keys, values): shapes (n_kv_heads, tokens, key_dim) and (n_kv_heads, tokens, value_dim)."""
 
 LayerState = tuple[Array, ...]
-"""One window or recurrent layer after some tokens: the arrays of `LayerSpec.snapshot_arrays`, in its order."""
+"""One window or recurrent layer after some tokens: arrays as in `LayerSpec.snapshot_arrays`, in the same order."""
 
 EndedBy = Literal["eos", "stop", "length"]
 """Why a turn ended: an end-of-sequence token (its id is in the transcript), a stop string or a stop token (not in the
@@ -71,43 +64,40 @@ transcript), or `max_tokens`."""
 
 
 class PrefixRoom(Protocol):
-    """Memory of the engine for one sequence's full-attention cache. A restored prefix is read straight into it, the
-    engine goes on in it and gives it back at the sequence's end. Any thread, one at a time."""
+    """Engine memory for one sequence's full-attention cache. A restored prefix is read straight into it, the sequence
+    continues in it, and its finished cache comes back in it. Any thread, one at a time."""
 
     def has_room_for(self, n_tokens: int) -> bool:
-        """True if a prompt of so many tokens and the beginning of an answer fit."""
+        """True if a prompt of `n_tokens` tokens and the beginning of an answer fit."""
         ...
 
     @property
     def is_viewed(self) -> bool:
-        """True while there are views of its arrays: the engine cannot take it."""
+        """True while NumPy views of the arrays exist. The engine cannot take the room until they are gone."""
         ...
 
     def layers(self) -> tuple[LayerKV, ...]:
-        """Writable arrays, one pair per full-attention layer, with more tokens than the prompt has. They hold anything
-        before they are filled. They and all views of them have to be gone before the room is given to the engine."""
+        """Writable arrays, not initialised: one pair per full-attention layer, with room for more tokens than the
+        prompt. Drop them and all views of them before the room is given to the engine."""
         ...
 
     def take(self) -> list[tuple[Any, Any]]:
-        """The engine's own arrays, once. Engine thread.
+        """The engine's own arrays; empty if they were taken before. Engine thread.
 
         Raises:
-            ValueError: a view of them is left, or they were taken before.
+            ValueError: a view of them is left.
         """
         ...
 
 
 RoomType = Callable[[ModelCacheSpec, int, int], PrefixRoom]
-"""Makes room for a prompt of so many tokens and an answer of at most so many."""
+"""Makes a room for a model's spec, the tokens of a prompt, and the most tokens of its answer."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The window and recurrent layers of a sequence after its first `n_tokens` tokens, and never usable elsewhere.
-
-    Attributes:
-        states: one entry per window or recurrent layer (`ModelCacheSpec.snapshot_layers`).
-    """
+    """The window and recurrent layers of a sequence after its first `n_tokens` tokens, usable only exactly there.
+    `states` has an entry for each of `ModelCacheSpec.snapshot_layers`."""
 
     n_tokens: int
     states: tuple[LayerState, ...]
@@ -115,16 +105,16 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class SequenceCache:
-    """The cache of the first `n_tokens` tokens of a sequence, on its way from the store to the engine or back. Nobody
-    writes to its arrays.
+    """The cache of the first `n_tokens` tokens of a sequence, on its way from the store to the engine or back. Its
+    arrays are read-only by agreement.
 
     Attributes:
-        layers: one array pair of `n_tokens` tokens per full-attention layer (`ModelCacheSpec.full_layers`); they need
-            not be contiguous. On its way to the engine they are copied; empty if it goes on in `room`.
-        snapshots: in the order of their tokens; none lies after `n_tokens`. The engine goes on from the last one, which
-            has to be at `n_tokens` then.
-        room: holds the cache from its first token on.
-        checkpoints: more snapshots, taken where `GenerationWork.checkpoints_at` asked for them, in the same order.
+        layers: one array pair of `n_tokens` tokens per full-attention layer (`ModelCacheSpec.full_layers`), not
+            necessarily contiguous. The engine copies them. Empty if the tokens are in `room` alone.
+        snapshots: by ascending tokens, none after `n_tokens`. The engine continues from the last one, which then has to
+            be at `n_tokens`.
+        room: has the cache from its first token on.
+        checkpoints: further snapshots, by ascending tokens, taken where `GenerationWork.checkpoints_at` asked for them.
     """
 
     n_tokens: int
@@ -134,14 +124,14 @@ class SequenceCache:
     checkpoints: tuple[Snapshot, ...] = ()
 
     def up_to(self, n_tokens: int) -> "SequenceCache":
-        """The cache of the first `n_tokens` of them, in the same arrays; checkpoints are snapshots there."""
+        """The cache of the first `n_tokens` tokens, as views of the same arrays. Checkpoints become snapshots."""
         layers = tuple((keys[:, :n_tokens], values[:, :n_tokens]) for keys, values in self.layers)
         taken = {one.n_tokens: one for one in (*self.checkpoints, *self.snapshots) if one.n_tokens <= n_tokens}
         snapshots = tuple(taken[n] for n in sorted(taken))
         return replace(self, n_tokens=n_tokens, layers=layers, snapshots=snapshots, checkpoints=())
 
     def copied_into(self, room: PrefixRoom) -> "SequenceCache":
-        """The same cache, with a copy of `layers` in the engine's memory."""
+        """The same cache with its `layers` copied into `room`."""
         for (keys, values), (to_keys, to_values) in zip(self.layers, room.layers(), strict=True):
             to_keys[:, : self.n_tokens], to_values[:, : self.n_tokens] = keys, values
         return replace(self, layers=(), room=room)
@@ -152,12 +142,12 @@ class GenerationWork:
     """One sequence for the engine.
 
     Attributes:
-        prompt_ids: the whole prompt, cached part included; at least one token more than `prefix` holds.
-        is_saved: whether the engine hands the cache back at the end.
-        shares: sequences of one value may use each other's caches; ``None``: with no other.
-        guide: which tokens its answer may have, from the answer's beginning on; ``None``: any. The engine owns it.
-        checkpoints_at: after how many tokens of the prompt, ascending, a cache that is handed back has a checkpoint;
-            those that lie within `prefix` are left out.
+        prompt_ids: the whole prompt, at least one token longer than `prefix`.
+        is_saved: whether the engine returns the cache at the end.
+        shares: sequences with equal values may use each other's caches; ``None``: this one shares nothing.
+        guide: which tokens the answer may have; ``None``: any. The engine owns it.
+        checkpoints_at: numbers of prompt tokens, ascending, after which the returned cache has a checkpoint. Those
+            inside `prefix` are skipped.
     """
 
     request: GenerationRequest
@@ -171,7 +161,7 @@ class GenerationWork:
 
 @dataclass(frozen=True)
 class GenerationTiming:
-    """Seconds in the engine: waiting for room, then restoring and prefill up to the first token, then the rest."""
+    """Seconds in the engine: waiting for room; restoring and prefill, up to the first token; the rest."""
 
     waited_s: float = 0.0
     prefill_s: float = 0.0
@@ -187,12 +177,11 @@ class CompletedGeneration:
         generated_ids: every token generated, in order; the last may be an end-of-sequence or stop token.
         text: their text, without the token or the stop string that ended it.
         ended_by: ``None`` unless `outcome` is ``finished``.
-        kept: how many of `generated_ids` belong to the transcript: all, or those before a stop string or token.
-        carry_text: the end of `text` that no whole kept token covers, when the stop string began inside a token.
-        cache: up to the last kept token, or without answer tokens up to the last but one of the prompt; ``None`` if it
-            is not to be saved.
+        kept: how many of `generated_ids` belong to the transcript: all, or those before a stop string or stop token.
+        carry_text: the end of `text` that no whole kept token covers, if the stop string began inside a token.
+        cache: of prompt and kept tokens; with `max_tokens` 0, of the prompt but its last token. ``None``: not saved.
         cached_tokens: tokens of the prompt that were restored instead of prefilled.
-        stop_string: the one that ended it, if one did.
+        stop_string: the one that ended the sequence, if one did.
     """
 
     uid: int
@@ -212,18 +201,13 @@ class CompletedGeneration:
 
 
 Stage = Literal["loading", "waiting", "prefill", "decode"]
-"""Where a job is: its agent's memory is loaded, it waits for a place in the batch, its prompt is prefilled, or it
-generates."""
+"""Where a job is: its agent's memory is being loaded, it waits for a place in the batch, its prompt is being prefilled,
+or it generates."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceProgress:
-    """How far a sequence has come.
-
-    Attributes:
-        tokens: generated so far.
-        tokens_per_s: the mean since its first token; 0 before there are two.
-    """
+    """The stage of a sequence, its `tokens` so far, and their mean rate since the first (0 until there are two)."""
 
     stage: Stage
     tokens: int = 0
@@ -231,17 +215,13 @@ class SequenceProgress:
 
     @classmethod
     def since(cls, first_token_at: float, stage: Stage, tokens: int) -> "SequenceProgress":
-        """
-        Args:
-            first_token_at: by `time.perf_counter`; not used before there are two tokens.
-        """
+        """`first_token_at` is a time of `time.perf_counter`; it is not used before there are two tokens."""
         since_s = time.perf_counter() - first_token_at
         return cls(stage, tokens, (tokens - 1) / since_s if tokens > 1 and since_s > 0 else 0.0)
 
 
 class KVMemory(Protocol):
-    """Blocks of KV memory, as they are now, and how often a sequence had to leave the batch for want of one. Any
-    thread."""
+    """The engine's blocks of KV memory, and how often a sequence was preempted for lack of them. Any thread."""
 
     total: int
     preemptions: int
@@ -251,11 +231,7 @@ class KVMemory(Protocol):
 
 
 class GenerationEnginePort(Protocol):
-    """One continuous batch. All calls come from the thread that made it.
-
-    Attributes:
-        kv: ``None`` for an engine without a budget.
-    """
+    """One continuous batch, for the thread that made it alone. `kv` is ``None`` if there is no budget."""
 
     kv: KVMemory | None = None
 
@@ -264,6 +240,7 @@ class GenerationEnginePort(Protocol):
 
         Raises:
             BlockPoolTooSmall: prompt + max_tokens could never fit into the pool.
+            ValueError: the prefix does not fit the model, or its room is still viewed.
         """
         ...
 
@@ -272,22 +249,21 @@ class GenerationEnginePort(Protocol):
         ...
 
     def cancel(self, uid: int) -> CompletedGeneration | None:
-        """Take a sequence out at any stage; ``None`` when it is not, or no longer, in the engine."""
+        """Take a sequence out at any stage; ``None`` if it is not in the engine."""
         ...
 
     @property
     def in_flight(self) -> int:
-        """How many sequences were submitted and have not ended."""
+        """The number of sequences that were submitted and have not ended."""
         ...
 
     def progress(self) -> dict[int, SequenceProgress]:
-        """How far each sequence in flight has come, by uid."""
+        """The progress of each sequence in flight, by uid."""
         ...
 
     def text(self, uid: int) -> str:
         """The part of a sequence's answer that later tokens cannot change: it ends neither inside a character nor in
-        the possible beginning of a stop string. Each call's text begins with that of the call before. Empty when the
-        sequence is not in flight."""
+        the possible beginning of a stop string, and only grows. Empty if the sequence is not in flight."""
         ...
 
     def close(self) -> None: ...

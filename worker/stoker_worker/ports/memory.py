@@ -14,8 +14,8 @@ from stoker_worker.ports.queue import Delivery, LastVersion, PlaceOf
 class OwnMessage(Message):
     """A message that the model made, with the text as it was generated. Equal to a producer's copy (see `continues`).
 
-    Templates get an answer's parts: its content, its thinking, its calls. The token ids in the agent's transcript have
-    the text itself, whose white space and notation a template may write otherwise. Producers cannot send this text.
+    Templates get an answer's parts: content, thinking, calls. The token ids in the agent's transcript have the text
+    itself, whose white space and notation a template may write differently. Producers cannot send this text.
 
     Attributes:
         generated: the answer's text.
@@ -35,17 +35,16 @@ class OwnMessage(Message):
 
 
 StoredMessage = Message | OwnMessage
-"""A message of a transcript."""
 
 
 def is_stored_alike(left: Message, right: Message) -> bool:
-    """True if a store writes the same for both: an answer's generated text belongs to it."""
+    """True if a store writes the same for both messages, an answer's generated text included."""
     texts, others = ((m.generated, m.opened) if isinstance(m, OwnMessage) else None for m in (left, right))
     return texts == others and left.is_exactly(right)
 
 
 def continues(sent: Message, stored: Message) -> bool:
-    """True if `sent` is the message `stored`, as a producer sends it back: without the thinking, or as the raw text."""
+    """True if `sent` is `stored` as a producer sends it back: without the thinking, or as the raw text."""
     if sent.is_exactly(stored):
         return True
     if not isinstance(stored, OwnMessage):
@@ -56,7 +55,7 @@ def continues(sent: Message, stored: Message) -> bool:
 
 
 def common_length(left: Sequence[Any], right: Sequence[Any]) -> int:
-    """How many leading items two sequences of the same type share."""
+    """The number of leading items that two sequences of the same type share."""
     low, high = 0, min(len(left), len(right))
     if left[:high] == right[:high]:
         return high
@@ -86,7 +85,7 @@ class AgentJobsPort(Protocol):
         Raises:
             AgentMemoryError: it cannot be done, and nothing has changed.
             VersionTaken: the same, because another worker has changed the agent at the same time.
-            SharedStoreAway: it may have been done or not; `answer` tells later.
+            SharedStoreAway: it may be done or not; `answer` tells later.
             OSError: nothing has changed, or it is done and `answer` returns its result.
         """
         ...
@@ -99,10 +98,10 @@ class Transcript:
     Attributes:
         token_ids: every token, as the model saw or made it.
         tokenizer_fingerprint: of the tokenizer and template that the ids belong to.
-        messages: the same conversation as chat messages, the model's answers included; ``None`` for raw prompts.
-        text: the same conversation as text; ``None`` for chat messages.
+        messages: the conversation as chat messages, the model's answers included; ``None`` for raw prompts.
+        text: the conversation as text; ``None`` for chat messages.
         ended_by: how the last turn ended.
-        carry_text: the end of the last answer, if `token_ids` does not cover it (see `CompletedGeneration`).
+        carry_text: the end of the last answer that `token_ids` does not cover (see `CompletedGeneration`).
     """
 
     token_ids: tuple[int, ...]
@@ -117,13 +116,13 @@ class Transcript:
 class CachedPrefix:
     """The part of a transcript whose cache was saved: its first `tokens` tokens.
 
-    Their full blocks are in the shared block folder. The rest (`tokens` modulo the block size) is in the agent's tail,
-    or, with the states of window and recurrent layers, in its snapshots.
+    Their full blocks are in the shared block folder. The rest is in the agent's tail, or, with the states of window and
+    recurrent layers, in its snapshots.
 
     Attributes:
         model: fingerprint of the model that made it.
-        last_block: address of the last full block (the chain's root when there is none).
-        snapshots: after how many tokens each snapshot was taken, ascending.
+        last_block: address of the last full block; the chain's root if there is none.
+        snapshots: the tokens after which each snapshot was taken, ascending.
     """
 
     model: str
@@ -146,7 +145,7 @@ class AgentVersion:
         cache: ``None``: nothing of it was saved.
         since_full: versions since the last one that was written as a whole.
         evicted: whether some of its cache was evicted.
-        begins_again: it was forgotten, and lacks nothing: its numbers go on.
+        begins_again: it was forgotten, which is no damage; its numbers go on.
     """
 
     agent_id: str
@@ -160,7 +159,7 @@ class AgentVersion:
 
     @property
     def known_number(self) -> int:
-        """As jobs see it: 0 for an agent that is not there, forgotten or never made."""
+        """The number that jobs see: 0 for an agent that was never made, or is forgotten."""
         return 0 if self.begins_again else self.number
 
 
@@ -169,8 +168,8 @@ class Restored:
     """The cached prefix of a prompt, or none and the reason.
 
     Attributes:
-        to_share: for a job without an agent: how many tokens its prompt begins with that the prompt of another such job
-            began with too, if not all of them are on disk; else 0.
+        to_share: for a job without an agent: the length of the beginning that its prompt shares with an earlier such
+            prompt, if not all of it is on disk; else 0.
         checkpoints_at: as in `GenerationWork`.
     """
 
@@ -207,7 +206,7 @@ class Turn:
         return self.base.number + 1
 
     def without_cache(self, reason: str) -> "Turn":
-        """The same turn for want of a place for its cache; `reason` is in its result."""
+        """The same turn without its cache, and with the reason in its result."""
         report = {**self.result.get("cache", {}), "save_error": reason}
         return replace(self, cache=None, result={**self.result, "cache": report})
 
@@ -245,11 +244,11 @@ class CacheStorePort(Protocol):
         ...
 
     def answer(self, agent_id: str, delivery: Delivery) -> Mapping[str, Any] | None:
-        """The result (as JSON) of the agent's turn that this delivery made, if it has made one. Loader thread.
+        """The result (as JSON) of the turn that this delivery made, or ``None`` if it made none. Loader thread.
 
         Raises:
             AgentTranscriptUnreadable: that cannot be known.
-            AgentVersionConflict: it has made one, and the answer is not kept any more.
+            AgentVersionConflict: it has made one, but the answer is no longer kept.
             SharedStoreAway, AgentBusy: as `open_agent`.
         """
         ...
@@ -273,17 +272,17 @@ class CacheStorePort(Protocol):
         Args:
             agent: ``None`` for a job without one: it may use the blocks of its salt, and only the beginning of its
                 prompt is remembered.
-            session: of a job without an agent: it may use what `save_session` kept as well.
+            session: of a job without an agent, which may then use what `save_session` kept, too.
             max_tokens: most tokens that come after `prompt_ids`.
-            is_saved: whether the agent's turn is to be saved, so that the engine hands its cache back.
+            is_saved: whether the turn is to be saved, so that the engine returns its cache.
             beside_others: whether other sequences are running: they keep half of the cores.
-            system_tokens: how many of `prompt_ids` are the system prompt and the tools, as far as that is known.
+            system_tokens: tokens of the system prompt and the tools at the beginning of `prompt_ids`, as far as known.
         """
         ...
 
     def save(self, turn: Turn) -> Mapping[str, Any]:
         """Make the turn durable as the agent's next version, with its result: cache files first, then the version in
-        the shared store, if there is one, then one transaction. Without its cache, if that cannot be written.
+        the shared store, if there is one, then one transaction. A cache that cannot be written is left out.
 
         Returns:
             the result as it is stored: the turn's, with the reason if its cache is not saved.
@@ -297,29 +296,25 @@ class CacheStorePort(Protocol):
         ...
 
     def close_number(self, agent_id: str) -> None:
-        """Before a job ends without a turn of which an earlier run may have sent one: that one takes no effect any
-        more, because its number is taken. The agent stays as it is. Finisher threads.
+        """Take the number of the agent's next version, and change nothing else: a turn that an earlier run may have
+        sent takes no effect any more. Called before a job ends without that turn. Finisher threads.
 
         Raises:
-            VersionTaken: it has taken effect just now; `answer` tells, once `look` has asked.
+            VersionTaken: that turn has taken effect just now; `answer` tells, once `look` has asked.
             SharedStoreAway, OSError: it may still take effect.
         """
         ...
 
     def ended(self, agent_id: str, delivery: Delivery, *, remember_s: float) -> None:
-        """The end of the delivery's job is written: its answer is needed for so long only. Never raises. Finisher
-        threads."""
+        """The end of the delivery's job is recorded: its answer is needed for `remember_s` more seconds only. Never
+        raises. Finisher threads."""
         ...
 
     def save_blocks(
         self, token_ids: tuple[int, ...], cache: SequenceCache, *, model: LoadedModel, salt: str | None
     ) -> None:
         """Save the full blocks of `token_ids` and their checkpoints, for other prompts that begin with these tokens. No
-        agent owns the blocks: they are the first to be evicted.
-
-        Raises:
-            OSError: they could not be written.
-        """
+        agent owns these blocks, so they are evicted first. Raises `OSError` if they cannot be written."""
         ...
 
     def save_session(
@@ -332,29 +327,22 @@ class CacheStorePort(Protocol):
         model: LoadedModel,
         salt: str | None,
     ) -> None:
-        """Keep the cache of a call's prompt and answer for the session's next calls. What the session has of another
-        conversation stays.
+        """Keep the cache of a call's prompt and answer for the session's next calls. What the session has of other
+        conversations stays. Raises `OSError` if it cannot be written.
 
         Args:
             token_ids: of the prompt and the answer, as far as they are cached: `cache.n_tokens` of them.
-
-        Raises:
-            OSError: it could not be written.
         """
         ...
 
     def mark_unsaved(self, agent_id: str) -> None:
-        """Remember durably that a turn of this agent is not in its transcript, before its job finishes: `append` is
-        refused from now on.
-
-        Raises:
-            OSError: it cannot be remembered, and is not.
-        """
+        """Remember durably, before its job finishes, that a turn of this agent is missing from its transcript: `append`
+        is refused from now on. Raises `OSError` if that cannot be remembered."""
         ...
 
     def pin(self, running: frozenset[str], waiting: frozenset[str], *, is_all: bool = True) -> None:
-        """These agents, and no others, have work running or queued. Those that run lose no cache, and no other process
-        changes them; those that wait lose theirs after all others. Any thread; never blocks.
+        """Set the agents with work running or queued. Running ones lose no cache, and no other process changes them;
+        waiting ones lose theirs after all others. Any thread; never blocks.
 
         Args:
             is_all: whether nobody else has work in the queue; until that is known no agent is removed for being unused.
@@ -362,25 +350,25 @@ class CacheStorePort(Protocol):
         ...
 
     def order_by(self, place_of: PlaceOf) -> None:
-        """From now on, of the agents that wait, the one of the largest place loses its cache first. Any thread."""
+        """From now on, the waiting agent with the largest place loses its cache first. Any thread."""
         ...
 
     def is_away(self) -> bool:
-        """Returns whether there is a shared store that does not answer. Any thread; never blocks."""
+        """True if there is a shared store and it does not answer. Any thread; never blocks."""
         ...
 
     def is_at_hand(self, agent_id: str) -> bool:
-        """Returns whether the agent's next job waits for no file: its cache is in RAM, or there is none. ``True`` for
-        all while RAM holds nothing. A hint; any thread, never blocks."""
+        """True if the agent's next job waits for no file, because its cache is in RAM or it has none; true for all
+        agents while RAM holds nothing. A hint; any thread, never blocks."""
         ...
 
     def read_ahead(self, agents: Sequence[str]) -> None:
-        """The next jobs of the queue are of these agents, in this order: bring their caches into RAM, as far as there
-        is room; before the first `restore` the caches of the agents used last as well. Any thread; never blocks."""
+        """Read the caches of the queue's next jobs into RAM, in this order, as far as there is room; before the first
+        `restore`, also those of the agents used last. Any thread; never blocks."""
         ...
 
     def model_loaded(self, model: LoadedModel) -> None:
-        """The model is known: caches of another one leave the RAM. Any thread; never blocks."""
+        """The model is known: caches of other models leave the RAM. Any thread; never blocks."""
         ...
 
     def close(self) -> None: ...

@@ -1,7 +1,6 @@
 """The interface of the metrics: what the stages report, and what can be asked about a running worker. No I/O.
 
-A stage reports an event in the terms of its own work. Only the package `metrics` knows the names under which it
-is counted. `NOT_COUNTED` is for callers that count nothing.
+A stage reports events in its own terms. Only the package `metrics` knows under which names they are counted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,28 +12,24 @@ from stoker_worker.ports.queue import NOTHING_LOST, DataLoss, Serving
 
 End = Literal["agent_job", "withdrawn", "given_back", "dropped"]
 """Ends without a result of their own: a job about an agent's memory was done; a job was canceled, stopped or deleted;
-it went back to the queue; its result came late, when the job was no longer this worker's."""
+it went back to the queue; it was no longer this worker's when its result came."""
 
 
 class MetricsPort:
     """Counts nothing here. No call raises, blocks or takes longer than some microseconds."""
 
     def answered(self, result: Mapping[str, Any], *, save_s: float = 0.0, replayed: bool = False) -> None:
-        """A result (as JSON) was posted. Finisher threads.
-
-        Args:
-            save_s: how long the save of its turn took.
-            replayed: it was made by an earlier delivery.
-        """
+        """A result (as JSON) was posted. `save_s`: its save's time; `replayed`: it is an earlier delivery's. Finisher
+        threads."""
 
     def failed(self, error: Exception) -> None:
         """A job failed; RQ may retry it. Finisher threads."""
 
     def ended(self, how: End, n_jobs: int = 1) -> None:
-        """Finisher threads."""
+        """Jobs ended without a result. Finisher threads."""
 
     def escalated(self, n_prefilled: int) -> None:
-        """An answer was rejected, and its job went on to another model. Finisher threads.
+        """An answer was rejected, and its job went to another model. Finisher threads.
 
         Args:
             n_prefilled: tokens of its prompt that were not in a cache.
@@ -44,24 +39,17 @@ class MetricsPort:
         """Jobs of dead workers are back in the queue. Fetcher and recovery threads."""
 
     def moved_in(self, n_agents: int) -> None:
-        """Jobs have started whose agent's newest version another worker had made. Fetcher thread."""
+        """Jobs were claimed, for `n_agents` agents whose newest version another worker had made. Fetcher thread."""
 
     def restored(self, seconds: float, source: str) -> None:
-        """Agent memory was looked up for one prompt, and read if there was any. Loader thread.
-
-        Args:
-            source: ``memory``, ``disk`` or ``none``.
-        """
+        """Agent memory was looked up for one prompt, and read if there was any. `source` is ``memory``, ``disk`` or
+        ``none``. Loader thread."""
 
     def stepped(
         self, seconds: float, progress: Mapping[int, SequenceProgress], ended: Sequence[CompletedGeneration]
     ) -> None:
-        """The engine took one step. Engine thread.
-
-        Args:
-            progress: of the sequences that are left in the engine, by uid.
-            ended: the sequences that ended in this step.
-        """
+        """The engine took one step. `progress` is about the sequences left in the engine, by uid; `ended` are those
+        that ended in this step. Engine thread."""
 
 
 NOT_COUNTED: Final = MetricsPort()
@@ -73,13 +61,12 @@ class WorkerState:
 
     Attributes:
         serving: ``None`` until the model is loaded.
-        stages: how many jobs are in flight, by stage: ``memory`` (an agent's memory is loaded or saved), ``waiting``,
-            ``prefill``, ``decode``.
+        stages: the number of jobs in flight by stage: ``memory`` (an agent's memory is being loaded or saved),
+            ``waiting``, ``prefill``, ``decode``.
         kv: ``None`` for an engine without a budget.
-        step_age_s: how long the step under way has taken; 0 while the engine is empty.
-        redis_away_s: for how long no heartbeat has reached Redis; 0 when the last one did.
-        redis_away_total_s: the same, over all outages since the start.
-        data_loss: data that Redis lost.
+        step_age_s: the age of the step under way; 0 while the engine is empty.
+        redis_away_s: for how long no heartbeat has reached Redis; 0 if the newest one did.
+        redis_away_total_s: the sum over all outages since the start.
         is_suspended: an operator has suspended the workers (`rq suspend`).
     """
 
@@ -103,12 +90,7 @@ class WorkerState:
 
 @dataclass(frozen=True)
 class SharedUse:
-    """A shared store.
-
-    Attributes:
-        away_s: for how long it has not answered; 0: it does.
-        written_bytes, read_bytes: since the start.
-    """
+    """A shared store: seconds since it stopped answering (0: it answers), and bytes moved since the start."""
 
     away_s: float
     written_bytes: int
@@ -117,7 +99,7 @@ class SharedUse:
 
 @dataclass(frozen=True)
 class StoreUse:
-    """Sizes in bytes. `disk_free_bytes` and `disk_size_bytes` are of the store's file system."""
+    """Sizes in bytes; `disk_free_bytes` and `disk_size_bytes` are those of the store's file system."""
 
     disk_bytes: int
     disk_max_bytes: int
@@ -129,7 +111,7 @@ class StoreUse:
 
 @dataclass(frozen=True)
 class QueueDepth:
-    """The jobs that wait in one queue. `oldest_wait_s`: how long the oldest has waited; 0 if none waits."""
+    """How many jobs wait in one queue, and for how long the oldest has waited (0: none waits)."""
 
     name: str
     waiting: int

@@ -19,11 +19,7 @@ from stoker_worker.ports.engine import GenerationEnginePort, GuideMaker, PrefixR
 
 @dataclass(frozen=True)
 class RequestDefaults:
-    """The worker's defaults for sampling fields that a request does not set.
-
-    Attributes:
-        fields: a value for each field that has a default; valid in a request.
-    """
+    """The worker's defaults: a value for each request field that has one."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
 
@@ -32,7 +28,7 @@ class RequestDefaults:
         """The defaults in ``KEY=VALUE,KEY=VALUE``; none in an empty text.
 
         Raises:
-            ValueError: a part is not of this form, or its key is unknown, occurs twice, or does not take its value.
+            ValueError: a part has another form, or its key is unknown, occurs twice, or does not accept its value.
         """
         fields: dict[str, Any] = {}
         for pair in filter(None, map(str.strip, text.split(","))):
@@ -51,7 +47,7 @@ class RequestDefaults:
         return cls(fields)
 
     def filled_in(self, request: GenerationRequest) -> GenerationRequest:
-        """The request with these values in the fields that it does not set; ``null`` counts as not set.
+        """The request with these values in the fields that it leaves out or sets to ``null``.
 
         Raises:
             InvalidRequest: the request's `min_tokens` is above the default of `max_tokens`.
@@ -72,7 +68,7 @@ NO_DEFAULTS: Final = RequestDefaults()
 
 
 def _number(name: str, text: str) -> Any:
-    """A JSON number; strict validation tells whole numbers from others."""
+    """A JSON number, whole or not (the request's validation tells them apart). Raises `ValueError` for other text."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -83,13 +79,13 @@ def _number(name: str, text: str) -> Any:
 
 
 class Batching(StrEnum):
-    """How sequences run, the widest first."""
+    """How sequences run, widest first."""
 
     ROWS = "in rows"
-    """Sequences decode together, and the full attention of each has a cache of its own: nothing is padded."""
+    """Sequences decode together, each with a full-attention cache of its own: nothing is padded."""
 
     BATCHED = "batched"
-    """Sequences of unequal length are prefilled together and decode together, as one rectangle of mlx-lm's."""
+    """Sequences of unequal length are prefilled and decoded together, in mlx-lm's padded batch."""
 
     SINGLE_PREFILL = "batched, prefilled one by one"
     """Sequences decode together; each is prefilled alone, for recurrent layers that cannot tell padding from text."""
@@ -104,11 +100,8 @@ class Batching(StrEnum):
 
 @dataclass(frozen=True)
 class ServingMode:
-    """
-    Attributes:
-        memory: whether caches are kept and restored.
-        proved: whether the mode was tried on this model; ``False`` after `--skip-proof`.
-    """
+    """How sequences run, whether caches are kept and restored (`memory`), and whether this was tried on the model
+    (`proved`; ``False`` after `--skip-proof`)."""
 
     batching: Batching = Batching.ROWS
     memory: bool = True
@@ -129,19 +122,14 @@ mlx-lm's own way."""
 
 
 USUAL_JOBS: Final = 32
-"""Most jobs at once when the operator names no number, if the KV memory holds as many. Metal computes quantised
-products in tiles of 32 rows: fewer cost nearly as much, one more costs twice as much. On a CPU each row costs less than
-the one before, as far as this number at least."""
+"""The default number of jobs at once, if the KV memory holds as many. Metal computes quantised products in tiles of 32
+rows: fewer rows cost nearly as much, and one more costs twice as much. On a CPU each further row costs less than the
+one before, at least up to this number."""
 
 
 @dataclass(frozen=True)
 class MaxBatch:
-    """The width of the batch.
-
-    Attributes:
-        jobs: most jobs in flight at once.
-        why: what decided the number; ``given`` for the operator's own.
-    """
+    """The most jobs in flight at once, and what decided that number: ``given`` if the operator did."""
 
     jobs: int
     why: str = "given"
@@ -152,10 +140,10 @@ ONE_JOB = MaxBatch(1)
 
 ToolParser = Callable[[str, Sequence[Mapping[str, Any]] | None], Any]
 """From the text between a call's markers, and the request's tools, to a dict with `name` and `arguments`, or a list of
-them. It may raise anything, and return anything. Any thread."""
+them. It may raise anything and return anything. Any thread."""
 
 _MOST_AFTER_THINK_START: Final = 4
-"""Most tokens that a template writes after the marker: a line break, perhaps a word. A turn has more."""
+"""Most tokens that a template writes behind the marker: a line break, perhaps a word. A whole turn is longer."""
 
 
 @dataclass(frozen=True)
@@ -163,15 +151,14 @@ class AnswerFormat:
     """The form of a model's answers.
 
     Attributes:
-        think_start, think_end: the markers around thinking; ``None`` for a model without any.
-        think_start_ids, think_end_ids: their token ids; empty for a model without any.
+        think_start, think_end: the markers around thinking; ``None`` for a model that has none.
+        think_start_ids, think_end_ids: their token ids; empty for a model that has none.
         tool_start: the marker before a call; ``None`` for a model without a tool parser.
         tool_end: the marker after it; ``""``: calls last to the end of the answer.
         tool_start_ids: the token ids of `tool_start`.
-        tool_parser: the name of mlx-lm's parser, such as ``qwen3_coder``.
-        parse_call: that parser.
-        edges: how markers lead from state to state, as in mlx-lm's state machine.
-        first_state: of an answer whose prompt does not open the thinking.
+        tool_parser: the name of mlx-lm's parser, such as ``qwen3_coder``; `parse_call` is that parser.
+        edges: which markers lead from which state to which, as in mlx-lm's state machine.
+        first_state: the state in which an answer begins, unless its prompt opens the thinking.
     """
 
     think_start: str | None = None
@@ -187,7 +174,7 @@ class AnswerFormat:
     first_state: State = "normal"
 
     def markers(self, first: State, *, with_calls: bool, is_call: bool = False) -> Markers:
-        """Those of an answer that begins in the state `first`.
+        """The markers of an answer that begins in the state `first`.
 
         Args:
             with_calls: whether tools are offered.
@@ -200,7 +187,7 @@ class AnswerFormat:
     def opening(self, prompt_ids: Sequence[int]) -> tuple[int, ...]:
         """The end of the prompt, from the marker on with which the template opens the thinking; empty if it does not.
 
-        Thinking that an earlier answer left open, cut off by `max_tokens`, does not count.
+        Thinking that `max_tokens` cut off in an earlier answer does not count.
         """
         if not self.think_start_ids:
             return ()
@@ -214,11 +201,11 @@ class AnswerFormat:
 
 
 PLAIN_TEXT: Final = AnswerFormat()
-"""The format of a model without thinking and without a tool parser."""
+"""The format of a model without thinking and tool parser."""
 
 
 def last_place(ids: Sequence[int], wanted: Sequence[int]) -> int:
-    """The last index at which `ids` has `wanted`; -1 if it has not."""
+    """The last index at which `wanted` begins in `ids`; -1 if it is not there."""
     places = range(len(ids) - len(wanted), -1, -1)
     return next((at for at in places if tuple(ids[at : at + len(wanted)]) == tuple(wanted)), -1)
 
@@ -230,19 +217,17 @@ class TokenizerPort(Protocol):
     def eos_ids(self) -> frozenset[int]: ...
     @property
     def max_token_bytes(self) -> int:
-        """Most bytes of text in one token: a text of more than `context * max_token_bytes` bytes cannot fit."""
+        """Most bytes of text in one token: a longer text than `context * max_token_bytes` bytes cannot fit."""
         ...
 
     def fork(self) -> "TokenizerPort": ...
     def encode(self, text: str, *, special_start: bool) -> list[int]:
-        """Token ids of `text`. Control tokens written in it count as control tokens.
-
-        `special_start` adds the tokenizer's own beginning of a text (BOS), unless the text has it already.
-        """
+        """Token ids of `text`. Control tokens written in it count as control tokens. `special_start` adds the
+        tokenizer's own beginning of a text (BOS), unless the text has it already."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The exact text of `token_ids`, control tokens included, nothing tidied."""
+        """The exact text of `token_ids`, with control tokens and without any tidying."""
         ...
 
     def render(
@@ -253,10 +238,8 @@ class TokenizerPort(Protocol):
         tools: Sequence[Mapping[str, Any]] | None,
         template_kwargs: Mapping[str, Any] | None,
     ) -> str:
-        """The conversation as the model's template writes it, for `encode_rendered` and for comparisons.
-
-        Text that looks like a control token is escaped in every message but the model's own. Equal messages have equal
-        escapes.
+        """The conversation as the model's template writes it, for `encode_rendered` and for comparisons. Text that
+        looks like a control token is escaped in every message but the model's own, always in the same way.
 
         Raises:
             TemplateError: there is no template, it refused the messages, or `template_kwargs` has a reserved name.
@@ -264,14 +247,13 @@ class TokenizerPort(Protocol):
         ...
 
     def rest_of(self, rendered: str, *, after: str) -> str | None:
-        """The part of `rendered` after the plain text `after`; ``None`` when it does not begin with it."""
+        """The part of `rendered` after the plain text `after`; ``None`` if it begins otherwise or cannot be cut
+        there."""
         ...
 
     def encode_rendered(self, rendered: str) -> list[int]:
-        """Token ids of a rendered conversation, or of its end.
-
-        Control tokens that the template or the model wrote are control tokens; the same characters inside a system,
-        user or tool message are plain text, so no message can forge a turn.
+        """Token ids of a rendered conversation, or of its end. Control tokens that the template or the model wrote are
+        control tokens; the same characters in other messages are plain text, so no message can forge a turn.
 
         Raises:
             TemplateError: this tokenizer cannot write them as plain text.
@@ -284,19 +266,18 @@ class LoadedModel:
     """The model in the engine, as the rest of the worker sees it.
 
     Attributes:
-        name: as given with ``--model`` (or the folder's name), and ``+`` the adapter's folder if there is one;
+        name: as given with ``--model`` (or the folder's name), and ``+`` the adapter's folder if there is one.
             `request.model` must equal it, if given.
-        fingerprint: hex digest over weights, config, adapter, tokenizer, chat template, cache layout and dtype. Cache
-            bytes of another fingerprint, and so those made in another mode, are never loaded.
-        tokenizer_fingerprint: hex digest over tokenizer and chat template. Token ids of another one mean nothing.
-        context_tokens: most tokens (prompt + generated) that the model can attend to.
-        vocabulary: how many token ids the model has logits for.
-        kv_tokens: most tokens of one sequence that the engine has memory for; ``None``: as many as the context.
-        mode: how its sequences run, and whether its caches may be kept.
-        max_batch: how many of its jobs are in flight at once.
-        room_type: the engine's memory that a prefix is restored into; ``None``: the engine takes NumPy arrays.
-        answer_format: how its answers tell thinking, tool calls and text apart.
-        guides: makes guides for its answers; ``None``: its answers follow no grammar.
+        fingerprint: hex digest of weights, config, adapter, tokenizer, chat template, cache layout, dtype and mode.
+            Cache bytes of another fingerprint are never loaded.
+        tokenizer_fingerprint: hex digest of tokenizer and chat template. Token ids of another one mean nothing.
+        context_tokens: most tokens, prompt and answer, that the model can attend to.
+        vocabulary: the number of token ids that the model has logits for.
+        kv_tokens: most tokens of one sequence that the engine has memory for; ``None``: the whole context.
+        max_batch: most of its jobs in flight at once.
+        room_type: makes engine memory for restored prefixes; ``None``: the engine takes NumPy arrays.
+        answer_format: how thinking, tool calls and text are marked in its answers.
+        guides: makes guides for its answers; ``None``: no answer can be guided.
     """
 
     name: str
@@ -319,7 +300,7 @@ class LoadedModel:
         return self.mode.memory and self.spec.can_be_stored
 
     def make_room(self, n_tokens: int, n_left: int) -> PrefixRoom | None:
-        """The engine's memory for a prompt of `n_tokens` and an answer of at most `n_left`, if it has its own."""
+        """Engine memory for a prompt of `n_tokens` and an answer of at most `n_left`; ``None``: it takes arrays."""
         return None if self.room_type is None else self.room_type(self.spec, n_tokens, n_left)
 
 
@@ -327,13 +308,9 @@ class ModelProviderPort(Protocol):
     """Makes the engine. Called on the engine thread, which then owns everything MLX."""
 
     def load(self) -> tuple["GenerationEnginePort", LoadedModel]:
-        """Load the model.
-
-        Raises:
-            ModelNotLoadable: the model is not there, or cannot be served.
-        """
+        """Load the model. Raises `ModelNotLoadable` if it is not there or cannot be served."""
         ...
 
     def leave_thread(self) -> None:
-        """The last call on the engine thread, also after a failed `load`: release everything that belongs to it."""
+        """Release everything that belongs to the engine thread: the last call on it, also after a failed `load`."""
         ...

@@ -11,16 +11,15 @@ from stoker_shared.request import Access, GenerationRequest
 from stoker_worker.ports.engine import SequenceProgress
 
 PlaceOf = Callable[[str], tuple[int, int]]
-"""As `QueuePort.place_of`."""
+"""The type of `QueuePort.place_of`."""
 
 
 class LastVersion(NamedTuple):
-    """Redis' knowledge of an agent's newest version: a hint and a lower bound, which may be lost without harm.
+    """What Redis knows of an agent's newest version: a hint and a lower bound, which may be lost without harm.
 
     Attributes:
-        number: the version's.
         member: the worker that made it.
-        is_here: whether this very process did.
+        is_here: whether this very process made it.
     """
 
     number: int
@@ -36,7 +35,7 @@ class MemoryUse(NamedTuple):
 
     @classmethod
     def of(cls, access: Access, agent_id: str | None) -> "MemoryUse":
-        """From a request's fields. A job that does not use its agent's memory counts as a job without an agent."""
+        """From a request's fields. A job that does not use its agent's memory counts as one without an agent."""
         return UNUSED if access == "none" or agent_id is None else cls(access, agent_id)
 
 
@@ -45,13 +44,13 @@ UNUSED = MemoryUse("none", None)
 
 @dataclass(frozen=True)
 class Busy:
-    """Agents and jobs that are in use, so that certain jobs may not start.
+    """Agents and jobs in use, and so the jobs that may not start.
 
     Attributes:
         writing: agents whose memory is being written: none of their jobs may start.
         reading: agents whose memory is being read: none of their jobs that write may start.
-        job_ids: jobs that may not start, even if their agents are free.
-        memory_is_away: no job that uses an agent's memory may start: the shared store does not answer.
+        job_ids: jobs that may not start even if their agents are free.
+        memory_is_away: the shared store does not answer: no job that uses an agent's memory may start.
     """
 
     writing: frozenset[str] = frozenset()
@@ -65,13 +64,13 @@ class Busy:
         return self.writing | self.reading
 
     def bars(self, use: MemoryUse) -> bool:
-        """True if a job that uses memory like this has to wait."""
+        """True if a job with this memory use has to wait."""
         if self.memory_is_away and use.agent_id is not None:
             return True
         return use.agent_id in self.writing or (use.access == "write" and use.agent_id in self.reading)
 
     def beside(self, uses: Iterable[MemoryUse]) -> "Busy":
-        """The same, with jobs in flight that use memory like this."""
+        """The same, with jobs in flight that have these memory uses."""
         all_uses = list(uses)
         return Busy(
             self.writing.union(use.agent_id for use in all_uses if use.agent_id and use.access == "write"),
@@ -83,10 +82,10 @@ class Busy:
 
 @dataclass(frozen=True)
 class Delivery:
-    """One enqueue of one job. Recovery and requeueing keep it; a reused id makes a new one.
+    """One enqueueing of one job. Recovery and requeueing keep it; a reused id makes a new one.
 
     Attributes:
-        created_at: from the job's hash; empty when its enqueuer wrote none.
+        created_at: from the job's hash; empty if its enqueuer wrote none.
         request: digest of the request.
     """
 
@@ -100,7 +99,7 @@ CancelReason = Literal["withdrawn", "timed out", "stopping"]
 
 
 class CancelToken:
-    """Tells a job in flight that it must not go on. Set by any thread, read by any thread; the first reason stays."""
+    """Tells a job in flight to stop. Any thread may set it or read it; the first reason stays."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -117,24 +116,23 @@ class CancelToken:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ClaimedJob(Protocol):
-    """A job that is this worker's to run, until it is released. Two of them are equal only if they are the same object.
+    """A job that is this worker's to run until it is released. Two are equal only if they are the same object.
 
-    Each job is ended by one of `finish`, `fail`, `stop`, `give_back` and `drop`, and then released. They
-    run on a finisher thread, or on the fetcher thread for a job that is not passed on. They may be repeated after
-    `RedisUnavailable`, and each raises it.
+    One of `finish`, `fail`, `stop`, `give_back` and `drop` ends it, on a finisher thread, or on the fetcher thread if
+    it is not passed on; then `release` follows. Each end raises `RedisUnavailable`, and may be repeated after that.
 
     Attributes:
         attempt: 1, and 1 more for each worker that died with this job in flight.
         losses_alone: how many of these workers ran nothing else.
         enqueued_at, claimed_at: Unix time in seconds.
-        claim_number: grows with each job that this process claims, whatever the clock does: jobs are given back in
-            this order.
-        lives_s: how long Redis may keep the job once its result is posted, with a margin for whoever still has it.
-        deadline: `time.monotonic()` at which the job's own timeout passes; ``None`` for no timeout.
-        model: the model that this run of the job is for; ``None``: any.
-        last: what Redis knows of its agent's newest version; ``None``: nothing.
+        claim_number: grows with each job that this process claims, whatever the clock does: jobs are given back in this
+            order.
+        lives_s: how long Redis may keep the job after its result is posted, with a margin.
+        deadline: when the job's own timeout passes, by `time.monotonic()`; ``None``: no timeout.
+        model: the model that this run is for; ``None``: any.
+        last: what Redis knows of the agent's newest version; ``None``: nothing.
         was_saving: an earlier run of this delivery had begun to save its turn, which may still arrive.
-        cancel: set when the job must not go on; the loader, the engine thread and the finisher look at it.
+        cancel: set when the job must stop; the loader, the engine thread and the finisher look at it.
     """
 
     job_id: str
@@ -157,7 +155,7 @@ class ClaimedJob(Protocol):
 
     @property
     def is_quarantined(self) -> bool:
-        """It was in flight in two workers that died, so it runs alone from now on."""
+        """At least two workers died with it in flight, so it runs alone."""
         return self.attempt > 2
 
     @property
@@ -166,15 +164,15 @@ class ClaimedJob(Protocol):
 
     @property
     def moved_from(self) -> str | None:
-        """The worker that made its agent's newest version, if that is another one."""
+        """The other worker that made the newest version of its agent, if another one did."""
         return None if self.last is None or self.last.is_here else self.last.member
 
     def begin_save(self) -> None:
-        """Refuse a cancel from here on: the turn of the job's agent is about to be saved.
+        """Refuse a cancel from here on: the agent's turn is about to be saved.
 
         Raises:
-            OwnershipLost: this run of the job is no longer this worker's. This and the ends below raise `JobLost` if
-                that is because Redis has lost the job.
+            OwnershipLost: this run of the job is no longer ours. This and the ends below raise `JobLost` if that is
+                because Redis has lost the job.
         """
         ...
 
@@ -185,20 +183,13 @@ class ClaimedJob(Protocol):
             whether the job has ended; ``False``: it is in the next model's queue.
 
         Raises:
-            OwnershipLost: the run is not ours any more; nothing was written.
+            OwnershipLost: the run is no longer ours; nothing was written.
         """
         ...
 
     def fail(self, error: Exception, partial_text: str | None = None, *, may_retry: bool = True) -> bool:
-        """Fail the job with one readable line. RQ retries it if it has retries left and `error` may pass by itself. If
-        the job is too long for this model, the next one of its route is asked.
-
-        Returns:
-            as `finish`.
-
-        Raises:
-            OwnershipLost: the run is not ours any more; nothing was written.
-        """
+        """Fail the job with one readable line. RQ retries it if it has retries left and `error` may pass by itself. A
+        job that is too long for this model goes to the next one of its route. Returns and raises as `finish`."""
         ...
 
     def stop(self) -> None:
@@ -210,19 +201,19 @@ class ClaimedJob(Protocol):
 
         Args:
             counts_as_attempt: count it as lost with its worker.
-            alone: nothing ran beside it when it was lost.
+            alone: nothing else ran when it was lost.
 
         Returns:
-            ``False`` when it has ended meanwhile, a stop was asked for, or its queue is not ours any more.
+            ``False`` if it has ended meanwhile, a stop was asked for, or its queue is no longer ours.
         """
         ...
 
     def drop(self) -> None:
-        """Remove our run of a job that is not ours any more; the job's own state is left as it is."""
+        """Remove our run of a job that is no longer ours, and leave the job's own state as it is."""
         ...
 
     def release(self) -> None:
-        """Free the job's place and its agent: this worker has nothing more to do with it."""
+        """Free the job's place and its agent: this worker is done with it."""
         ...
 
 
@@ -233,8 +224,7 @@ class Serving:
     Attributes:
         context_tokens: the longest prompt and answer together.
         mode: how its sequences run.
-        max_batch: most jobs in flight at once.
-        max_batch_why: what decided that number.
+        max_batch, max_batch_why: most jobs in flight at once, and what decided that number.
     """
 
     model: str
@@ -250,11 +240,10 @@ class Serving:
 
 @dataclass(frozen=True)
 class DataLoss:
-    """Data that Redis lost, as far as a worker has noticed, since the worker's start.
+    """The losses of Redis' data that a worker has noticed since its start.
 
     Attributes:
-        times: how often.
-        jobs: how many jobs it had in flight then, over all times.
+        jobs: jobs in flight when they happened, in all.
         ago_s: time since the last one; infinite if there was none.
     """
 
@@ -267,7 +256,7 @@ NOTHING_LOST: Final = DataLoss(0, 0, float("inf"))
 
 
 class TextSoFar(NamedTuple):
-    """The text that a job in flight has generated, and the markers of its answer."""
+    """The text that a job in flight has generated so far, and the markers of its answer."""
 
     text: str
     markers: Markers
@@ -276,33 +265,33 @@ class TextSoFar(NamedTuple):
 class QueuePort(Protocol):
     """The durable queue, and the one table of the jobs that this worker has in flight.
 
-    Runs on the fetcher thread where nothing else is noted. Each call that asks Redis raises `RedisUnavailable` while
-    the server is away or cannot work.
+    Fetcher thread, unless a method names another. Calls that ask Redis raise `RedisUnavailable` while the server is
+    away or cannot work.
     """
 
     def claim(self, limit: int, busy: Busy) -> list[ClaimedJob]:
         """Take up to `limit` waiting jobs that may run beside one another and beside what is busy. They are in flight
         from then on.
 
-        No job of an agent passes one that waits before it, unless both only read. Jobs without an agent, and those of
-        agents whose caches are at hand, may pass others, within bounds.
+        An agent's jobs stay in order, unless both of two only read. Jobs without an agent, and those of agents whose
+        caches are at hand, may pass others, within bounds.
         """
         ...
 
     def in_flight(self) -> tuple[ClaimedJob, ...]:
-        """The jobs that were claimed and not released, in the order of their claim: a snapshot for any thread."""
+        """The jobs claimed and not released, in the order of their claim: a snapshot for any thread."""
         ...
 
     def wait_for_release(self, timeout_s: float) -> bool:
-        """Wait until a job was released since the last call that returned ``True``; ``False`` when none was in time."""
+        """Wait for a release since the last call that returned ``True``; ``False`` if none came in time."""
         ...
 
     def has_unread(self) -> bool:
-        """True if the last `claim` stopped before it knew all that waits, so that the next may find more."""
+        """True if the last `claim` stopped before it had seen all waiting jobs, so that the next may find more."""
         ...
 
     def knows_all(self) -> bool:
-        """True if the last `claim` has looked at all that waits: then `waiting_agents` are all that there are."""
+        """True if the last `claim` has seen all waiting jobs: `waiting_agents` is complete."""
         ...
 
     def waiting_agents(self) -> frozenset[str]:
@@ -310,37 +299,34 @@ class QueuePort(Protocol):
         ...
 
     def place_of(self, agent_id: str) -> tuple[int, int]:
-        """Which queue the agent's next job waits in, and how far behind: sooner ones are smaller. After all others if
-        none is known to wait. Any thread; no round trip."""
+        """The queue in which the agent's next job waits, and its place there; smaller is sooner. Larger than all others
+        if none is known to wait. Any thread; no round trip."""
         ...
 
     def next_agents(self, limit: int) -> tuple[str, ...]:
-        """At most `limit` agents of waiting jobs, about in the order in which `claim` would take these; without those
+        """At most `limit` agents of waiting jobs, about in the order in which `claim` would take these, without agents
         that have a job in flight. Changes nothing.
 
-        Before the first `claim`, while no other thread uses the queue's waiting jobs, it asks Redis, a little further
-        each time. After that: as far as `claim` has looked, and no round trip.
+        Before the first `claim`, while no other thread uses the waiting jobs, it asks Redis, a little further each
+        time. Later it knows what `claim` has read, and makes no round trip.
         """
         ...
 
     def withdrawn(self, progress: Mapping[str, SequenceProgress]) -> list[ClaimedJob]:
-        """The jobs in flight that were canceled, stopped or deleted meanwhile.
-
-        Publishes `progress`, which is by job id (a job that is missing there is being loaded), and notices new readers
-        of a job's text.
-        """
+        """The jobs in flight that were canceled, stopped or deleted meanwhile. Also publishes `progress`, by job id (a
+        job that is missing there is being loaded), and notices new readers of a job's text."""
         ...
 
     def listened_to(self) -> frozenset[int]:
-        """Jobs in flight whose text is read as it is generated, by `claim_number`; no round trip."""
+        """The `claim_number` of each job in flight whose text is read as it is generated; no round trip."""
         ...
 
     def tell(self, texts: Mapping[int, TextSoFar]) -> None:
-        """Publish the texts of such jobs as far as they go, by `claim_number`."""
+        """Publish the texts of such jobs so far, by `claim_number`."""
         ...
 
     def recover(self) -> int:
-        """Put back the jobs that dead workers had in flight; returns how many. At the start on the recovery thread."""
+        """Put back the jobs that dead workers had in flight; returns how many. At the start: recovery thread."""
         ...
 
     def has_dead(self) -> bool:
@@ -348,15 +334,12 @@ class QueuePort(Protocol):
         ...
 
     def leave(self) -> None:
-        """Instead of `claim`, while this worker drains: other workers no longer leave agents' jobs to it."""
+        """Replaces `claim` while this worker drains: other workers no longer leave agents' jobs to it."""
         ...
 
     def tidy(self) -> bool:
-        """One small step of housekeeping, about once a second: what is due by the clock, got lost or expired.
-
-        Returns:
-            whether there is more to do at once.
-        """
+        """One small step of housekeeping (what is due by the clock, got lost or expired), about once a second. Returns
+        whether there is more to do at once."""
         ...
 
     def is_empty(self) -> bool:
@@ -369,11 +352,11 @@ class QueuePort(Protocol):
         ...
 
     def beat(self) -> bool:
-        """Show that this worker lives; ``False`` when another has taken over its queues. Heartbeat thread."""
+        """Show that this worker lives; ``False`` if another one has taken over its queues. Heartbeat thread."""
         ...
 
     def data_loss(self) -> DataLoss:
-        """The noticed losses of Redis' data. Any thread; no round trip."""
+        """The losses of Redis' data noticed so far. Any thread; no round trip."""
         ...
 
     def is_suspended(self) -> bool:
