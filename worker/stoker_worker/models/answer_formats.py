@@ -14,7 +14,7 @@ _MOST_S: Final = 5.0
 
 
 def with_time_limit(parser: ToolParser | None, most_s: float = _MOST_S) -> ToolParser | None:
-    """The parser; from now on, each search of a pattern of its module raises `TimeoutError` after `most_s`."""
+    """The parser. From now on, searches of the patterns in its module raise `TimeoutError` after `most_s`."""
     names = getattr(parser, "__globals__", {})
     for name, value in [*names.items()]:
         if isinstance(value, regex.Pattern):
@@ -23,7 +23,7 @@ def with_time_limit(parser: ToolParser | None, most_s: float = _MOST_S) -> ToolP
 
 
 class _LimitedPattern:
-    """In place of a `regex.Pattern`, with its methods that search."""
+    """Replaces a `regex.Pattern`, and has those of its methods that take a timeout."""
 
     def __init__(self, pattern: Any, most_s: float) -> None:
         self._pattern = pattern
@@ -34,10 +34,7 @@ class _LimitedPattern:
 
 
 def answer_format(wrapper: Any) -> AnswerFormat:
-    """
-    Args:
-        wrapper: `mlx_lm.tokenizer_utils.TokenizerWrapper`.
-    """
+    """`wrapper` is mlx-lm's `TokenizerWrapper`."""
     name = wrapper._tokenizer.init_kwargs.get("tool_parser_type") if wrapper.has_tool_calling else None
     return AnswerFormat(
         think_start=wrapper.think_start,
@@ -55,7 +52,7 @@ def answer_format(wrapper: Any) -> AnswerFormat:
 
 
 def _edges(wrapper: Any) -> list[Edge]:
-    """Those of `mlx_lm.generate.make_text_state_machine`, which keeps no markers in the text that it splits."""
+    """The edges of `mlx_lm.generate.make_text_state_machine`, which drops the markers from the text that it splits."""
     given = [Edge(state, marker, to) for state, pairs in wrapper.response_transitions.items() for marker, to in pairs]
     edges: list[Edge] = []
     if wrapper.has_thinking:

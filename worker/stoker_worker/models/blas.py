@@ -1,11 +1,10 @@
 """A fast BLAS for MLX on a CPU. Owns the preloading; imports no MLX. Main thread, before anything imports mlx.
 
-The Linux wheel of MLX links the reference BLAS. The dynamic linker gives a symbol to the first library that offers it
-globally, so a BLAS loaded before MLX takes over its float32 matrix products, which are then about thirty times as fast
-(1,024 x 1,024 on two cores: 5 GFLOP/s alone, 155 with MKL, 282 with OpenBLAS). Once MLX is loaded its symbols are
-bound, and preloading changes nothing.
+The Linux wheel of MLX links the reference BLAS. The dynamic linker takes a symbol from the first library that offers it
+globally, so a BLAS loaded before MLX takes over its float32 matrix products, about thirty times as fast (1,024 x 1,024
+on two cores: 5 GFLOP/s alone, 155 with MKL, 282 with OpenBLAS). After MLX is loaded, preloading changes nothing.
 
-``python -m stoker_worker.models.blas`` prints the library that would be loaded, and exits with 1 when there is none.
+``python -m stoker_worker.models.blas`` prints the library that would be loaded, and exits with 1 if there is none.
 """
 
 import ctypes
@@ -21,11 +20,11 @@ ADVICE: Final = (
 )
 
 _OPENBLAS: Final = ("libopenblas.so.0", "libopenblasp.so.0", "libopenblaso.so.0", "libopenblas.so")
-"""Debian's name, Fedora's for threads and for OpenMP, and the one of a build from source. Only libraries with 32-bit
+"""Debian's name, Fedora's for threads and for OpenMP, and that of a build from source. Only libraries with 32-bit
 indices and plain symbol names help: MLX never asks for names with a prefix or a suffix (``libopenblas64_``)."""
 
 _MKL: Final = "libmkl_rt.so.*"
-"""MKL's library in the `mkl` wheel, which unpacks into the environment's ``lib``."""
+"""In the `mkl` wheel, which unpacks into the environment's ``lib``."""
 
 _NEEDED_SYMBOL: Final = "cblas_sgemm"
 
@@ -33,10 +32,8 @@ _preloaded: list[str] = []
 
 
 def find_blas() -> str | None:
-    """The library that `preload_blas` loads: the system's OpenBLAS, else MKL's in this environment, else ``None``.
-
-    ``None`` on anything but Linux: macOS has Accelerate.
-    """
+    """The library for `preload_blas`: the system's OpenBLAS, else MKL in this environment, else ``None``. Always
+    ``None`` outside Linux: macOS has Accelerate."""
     if sys.platform != "linux":
         return None
     return next((library for library in _candidates() if _offers_blas(library)), None)
@@ -46,10 +43,10 @@ def preload_blas() -> str | None:
     """Load the library that `find_blas` finds, so that MLX uses it. May be called again; the first success counts.
 
     Returns:
-        The library's name, without a folder; ``None`` when there is none. `advice_without_blas` has a line for that.
+        The library's name without a folder; ``None`` if there is none (see `advice_without_blas`).
 
     Raises:
-        RuntimeError: there is one, but MLX is loaded already: the caller imports in the wrong order.
+        RuntimeError: there is one, but MLX was imported before.
     """
     if _preloaded:
         return _preloaded[0]
@@ -68,7 +65,7 @@ def preload_blas() -> str | None:
 
 
 def advice_without_blas() -> str | None:
-    """One line for the operator when `preload_blas` returned ``None``; ``None`` where no library would help."""
+    """One line for the operator if `preload_blas` returned ``None``; ``None`` if no library would help."""
     return ADVICE if sys.platform == "linux" and not _preloaded else None
 
 
@@ -78,7 +75,7 @@ def _candidates() -> Iterator[str]:
 
 
 def _offers_blas(library: str) -> bool:
-    """True if the library exists and exports MLX's symbols. Loads it privately, so nothing is taken over yet."""
+    """True if the library exists and exports MLX's symbols. Loads it privately, so it takes over nothing yet."""
     try:
         return hasattr(ctypes.CDLL(library, mode=os.RTLD_LOCAL), _NEEDED_SYMBOL)
     except OSError:

@@ -11,12 +11,12 @@ from stoker_worker.ports.cache_spec import ITEM_BYTES, ArraySpec, LayerKind, Lay
 
 _UNKNOWN = LayerSpec(LayerKind.UNKNOWN)
 _PACKED = "uint32"
-"""The dtype of codes (`models/quantised_cache.py`)."""
+"""The dtype of 8-bit codes (`models/quantised_cache.py`)."""
 
 
 def leaves(caches: Iterable[Any]) -> Iterator[Any]:
-    """Every single cache: some models keep several for a layer, in a list of mlx-lm's own type; a quantised cache is a
-    list of its planes."""
+    """Every single cache, also in mlx-lm's `CacheList`: several caches of one layer, or the planes of a quantised
+    one."""
     for cache in caches:
         if isinstance(cache, CacheList):
             yield from leaves(cache.caches)
@@ -36,8 +36,8 @@ def read_cache_spec(model: Any, store_dtype: StoreDtype = "native") -> ModelCach
     model's own code keeps are the arrays to store.
 
     Returns:
-        One layer per cache, with the dtype of K and V. A cache of an unknown type, or with arrays of a dtype that is
-        not stored, is of kind UNKNOWN.
+        One layer per cache. A cache of an unknown type, or with arrays of a dtype that is not stored, is of kind
+        UNKNOWN.
 
     Raises:
         ModelNotLoadable: the model does not run.
@@ -82,7 +82,7 @@ def _layer(cache: Any, dtype: str) -> LayerSpec:
 
 
 def _unknown(cache: Any) -> LayerSpec:
-    """A layer that is not stored. Where its cache looks like K/V, its memory is counted as such."""
+    """A layer that is not stored. If its cache looks like K/V, its memory is counted as such."""
     keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
     if not (isinstance(keys, mx.array) and isinstance(values, mx.array) and keys.ndim == values.ndim == 4):
         return _UNKNOWN

@@ -1,7 +1,7 @@
 """Grammars of a call that has to be made: its name, and its arguments as a JSON object. Pure; no MLX, no mlx-lm.
 
-The call has the model's markers where mlx-lm's parser reads a JSON object between them. Other models write it without
-any: ``{"name": ..., "arguments": {...}}``.
+If mlx-lm's parser for the model reads JSON objects between the model's markers, the call has these markers. Otherwise
+it is plain: ``{"name": ..., "arguments": {...}}``.
 """
 
 import json
@@ -14,8 +14,8 @@ from stoker_shared.errors import GuideRefused
 from stoker_shared.request import NamedTool, ToolChoice
 
 JSON_OPTIONS: Final[dict[str, Any]] = {"whitespace_pattern": r"[ \n]{1,20}", "lenient": False}
-"""White space has a limit, because a model that is not sure may repeat it until its tokens are used up. `lenient` would
-drop the parts of a schema that are not supported."""
+"""White space has a limit, because an uncertain model may repeat it until its tokens are used up. `lenient` would drop
+the unsupported parts of a schema."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,8 @@ class CallTokens:
     special: Mapping[str, int]
 
     def items(self, text: str, *, is_marker: bool = False) -> str:
-        """Lark items of a text; a line break in it may be left out.
-
-        Args:
-            is_marker: also tokens that are not special are given by id: the model has learned these tokens, not their
-                letters.
-        """
+        """Lark items of a text, whose line breaks may be left out. In a marker, added tokens that are not special are
+        also given by id, because the model has learned these tokens and not their letters."""
         ids = self.added if is_marker else self.special
         pattern = "|".join(map(re.escape, sorted([*ids, "\n"], key=len, reverse=True)))
         parts = filter(None, re.split(f"({pattern})", text))
@@ -55,13 +51,13 @@ def literal(text: str) -> str:
 
 @dataclass(frozen=True)
 class _Notation:
-    """What is around the arguments.
+    """The text around a call's arguments.
 
     Attributes:
-        before: texts, and names of terminals in capitals. ``{name}`` becomes the tool's name, ``{quoted}`` the same in
+        before: texts, and names of terminals in capitals. ``{name}`` becomes the tool's name, ``{quoted}`` the name in
             JSON.
-        needs: a token without which the parser does not read it.
-        names: of the tools that it can write.
+        needs: a token without which mlx-lm's parser does not read this notation.
+        names: a pattern of the tool names that it can write.
     """
 
     before: tuple[str, ...]
@@ -99,7 +95,7 @@ _NOTATIONS: Final[Mapping[str, tuple[_Notation, ...]]] = {
         ),
     ),
 }
-"""By the name of mlx-lm's parser; the first one that can write a tool is taken, and a plain call if none can."""
+"""By the name of mlx-lm's parser. The first notation that can write a tool is taken, and a plain call if none can."""
 
 
 def call_grammar(choice: ToolChoice, tools: Sequence[Mapping[str, Any]], tokens: CallTokens) -> str:
@@ -108,7 +104,7 @@ def call_grammar(choice: ToolChoice, tools: Sequence[Mapping[str, Any]], tokens:
     Each tool's parameters are a schema of their own, so that references inside it keep their meaning.
 
     Raises:
-        GuideRefused: a tool is none, or the named one is not among them.
+        GuideRefused: a tool is not a valid one, or the named one is not among them.
     """
     wanted = choice.function.name if isinstance(choice, NamedTool) else None
     functions = [found for tool in tools if (found := _function(tool))["name"] == wanted or wanted is None]
@@ -124,7 +120,6 @@ def call_grammar(choice: ToolChoice, tools: Sequence[Mapping[str, Any]], tokens:
 
 
 def _call(name: str, arguments: str, tokens: CallTokens) -> str:
-    """Lark of a call; `arguments` is the rule of its arguments."""
     fitting = (one for one in _NOTATIONS.get(tokens.parser or "", ()) if one.can_write(name, tokens))
     notation = next(fitting, _PLAIN)
 

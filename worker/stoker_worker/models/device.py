@@ -1,17 +1,17 @@
-"""The device that MLX computes on, and the memory that it has for models. Any thread; imports MLX when it is called."""
+"""The device that MLX computes on, and its memory for models. Any thread; imports MLX when it is called."""
 
 import os
 
 
 def is_gpu() -> bool:
-    """Whether MLX computes on Metal or CUDA."""
+    """True if MLX computes on Metal or CUDA."""
     import mlx.core as mx
 
     return bool(mx.default_device() == mx.Device(mx.gpu))
 
 
 def memory_for_models() -> int:
-    """Bytes that weights and caches may take together: those of a Mac's GPU, of a CUDA card, or the RAM."""
+    """Bytes for weights and caches together: those of a Mac's GPU, of a CUDA card, or the RAM."""
     import mlx.core as mx
 
     info = mx.device_info() if is_gpu() else {}
@@ -20,5 +20,4 @@ def memory_for_models() -> int:
 
 
 def ram_bytes() -> int:
-    """Of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

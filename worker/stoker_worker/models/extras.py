@@ -1,5 +1,5 @@
 """An operator's additions to a model's folder: an adapter, a chat template, trust in its code. Owns their checks and
-the adapter's way into the model; engine thread. MLX is imported by `apply_adapter` only."""
+the loading of the adapter; engine thread. Only `apply_adapter` imports MLX."""
 
 import json
 from dataclasses import dataclass
@@ -17,7 +17,8 @@ _CODE_NEEDED: Final = "give --trust-remote-code if you trust its authors with th
 
 @dataclass(frozen=True)
 class ModelExtras:
-    """
+    """An operator's additions to a model.
+
     Attributes:
         adapter: folder of a LoRA or DoRA adapter as mlx-lm writes it.
         chat_template: file with a Jinja template, instead of the model's own.
@@ -29,19 +30,12 @@ class ModelExtras:
     trust_remote_code: bool = False
 
     def check(self) -> None:
-        """Look for the files, before anything slow.
-
-        Raises:
-            ModelNotLoadable: one is missing or cannot be read.
-        """
+        """Look for the files, before anything slow. Raises `ModelNotLoadable` if one is missing or cannot be read."""
         _ = self.adapter_folder, self.template_text
 
     @cached_property
     def adapter_folder(self) -> Path | None:
-        """
-        Raises:
-            ModelNotLoadable: it is no folder of an adapter of mlx-lm.
-        """
+        """Raises `ModelNotLoadable` if it is not the folder of an mlx-lm adapter."""
         if self.adapter is None:
             return None
         folder = self.adapter.expanduser()
@@ -52,10 +46,7 @@ class ModelExtras:
 
     @cached_property
     def template_text(self) -> str | None:
-        """
-        Raises:
-            ModelNotLoadable: the file cannot be read.
-        """
+        """Raises `ModelNotLoadable` if the file cannot be read."""
         if self.chat_template is None:
             return None
         try:
@@ -74,10 +65,7 @@ class ModelExtras:
         return options
 
     def require_trust(self, folder: Path) -> None:
-        """
-        Raises:
-            ModelNotLoadable: the model is Python code in its folder, and that is not trusted.
-        """
+        """Raises `ModelNotLoadable` if the model is Python code in its folder that is not trusted."""
         try:
             code = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_file")
         except (OSError, ValueError, AttributeError):
@@ -86,14 +74,8 @@ class ModelExtras:
             raise ModelNotLoadable(f"this model runs code of its own, {code!r} in its folder: {_CODE_NEEDED}")
 
     def check_template(self, tokenizer: Any) -> None:
-        """Compile the template as it is compiled for a job.
-
-        Args:
-            tokenizer: the `transformers` tokenizer that has it.
-
-        Raises:
-            ModelNotLoadable: it is not a Jinja template.
-        """
+        """Compile the template in the `transformers` tokenizer that has it, as for a job. Raises `ModelNotLoadable` if
+        it is not a Jinja template."""
         if self.template_text is None:
             return
         from jinja2 import TemplateSyntaxError
@@ -108,12 +90,9 @@ class ModelExtras:
             return
 
     def apply_adapter(self, network: Any) -> None:
-        """Put the adapter's weights beside the model's. They stay apart, as in mlx-lm: its answers are the measure, and
-        a quantised model keeps its own weights exactly.
-
-        Raises:
-            ModelNotLoadable: the adapter does not fit this model.
-        """
+        """Put the adapter's weights beside the model's. They stay apart, as in mlx-lm: stoker has to answer as mlx-lm
+        does, and a quantised model keeps its own weights exactly. Raises `ModelNotLoadable` if the adapter does not fit
+        this model."""
         folder = self.adapter_folder
         if folder is None:
             return
@@ -127,7 +106,7 @@ class ModelExtras:
 
 
 def not_loadable(model: str, error: Exception, extras: ModelExtras) -> ModelNotLoadable:
-    """What mlx-lm or transformers raised, in one line; without trust, with the option that it lacks."""
+    """An error of mlx-lm or transformers in one line, which names the option if the model's code is not trusted."""
     if isinstance(error, ModelNotLoadable):
         return error
     needs_trust = not extras.trust_remote_code and "trust_remote_code" in str(error)

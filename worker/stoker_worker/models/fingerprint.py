@@ -1,8 +1,8 @@
 """A model's identity: cached bytes and token ids are usable only where it is equal. Owns the digests; imports no MLX.
 Engine thread, while the model is loaded.
 
-Weight files are hashed with xxh3 (they are tens of gigabytes, and an attack on one's own cache is pointless); SHA-256
-joins the parts. A file's digest is remembered by path, size, time and inode, so that no unchanged file is read again.
+Weight files are hashed with xxh3 (they are tens of gigabytes, and nobody attacks their own cache); SHA-256 joins the
+parts. A file's digest is remembered by path, size, time and inode, so unchanged files are not read again.
 """
 
 import hashlib
@@ -25,17 +25,13 @@ _TOKENIZER_FILES: Final = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("vocab.txt", "merges.txt", "tokenizer.model", "*.tiktoken"),
 )
-"""Patterns of all files of a tokenizer. The chat template is taken from the loaded tokenizer instead, since it may be
-in any of several files."""
+"""Patterns of a tokenizer's files. The chat template may be in any of several, so the loaded tokenizer gives it."""
 
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A model's files on disk.
-
-    Attributes:
-        memo: JSON file that remembers weight digests between starts; ``None``: every start reads all the weights.
-    """
+    """A model's files on disk. The JSON file `memo` remembers weight digests between starts; ``None``: every start
+    reads all the weights."""
 
     path: Path
     memo: Path | None = None
@@ -49,8 +45,8 @@ class ModelFolder:
     def model_fingerprint(
         self, *, tokenizer_fingerprint: str, cache_spec: str, dtype: str, extras: ModelExtras = NO_EXTRAS
     ) -> str:
-        """Hex SHA-256 over weights, config, tokenizer and template, cache layout and dtype; with an adapter or trusted
-        code, over these too.
+        """Hex SHA-256 over weights, config, tokenizer and template, cache layout and dtype, and over an adapter and
+        trusted code if there are any.
 
         Args:
             cache_spec: `ModelCacheSpec.describe()`.
@@ -110,7 +106,7 @@ def _xxh3_128(file: Path) -> str:
 
 
 def in_mode(fingerprint: str, mode: ServingMode) -> str:
-    """The fingerprint of a model that is served in `mode`: a cache made in one mode may be wrong in another."""
+    """The fingerprint of a model that is served in `mode`: a cache made in one mode may be wrong in another one."""
     return _digest({"model": fingerprint, "mode": str(mode)})
 
 

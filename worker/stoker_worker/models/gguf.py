@@ -1,8 +1,7 @@
-"""GGUF import: one file of the SmolLM family in, one mlx-lm folder out. Runs in a command of its own, on its main
-thread.
+"""GGUF import: makes an mlx-lm folder of one file of the SmolLM family. A command of its own, on its main thread.
 
-MLX reads the tensors and the metadata; the tokenizer is rebuilt with the `tokenizers` library. What would not compute
-exactly what mlx-lm's own model computes is refused by name.
+MLX reads the tensors and the metadata; the tokenizer is rebuilt with the `tokenizers` library. A file that would not
+compute exactly what mlx-lm's own model computes is refused, with the reason.
 """
 
 import json
@@ -52,16 +51,12 @@ _TENSOR: Final = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>[a-z_]+)\.(?P<l
 
 
 def import_gguf(file: Path, folder: Path) -> None:
-    """Write the model in `file` as an mlx-lm folder; `folder` appears whole or not at all.
-
-    Needs about the file's size in memory, and again on disk.
-
-    Args:
-        folder: must not exist, or be empty.
+    """Write the model in `file` as an mlx-lm folder, which appears whole or not at all. Needs about the file's size in
+    memory, and again on disk.
 
     Raises:
-        ModelNotLoadable: the file is missing, damaged, or of an unsupported type or architecture; or `folder` is in
-            use or cannot be written.
+        ModelNotLoadable: the file is missing, damaged, or of an unsupported type or architecture; or `folder` is not
+            empty or cannot be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ModelNotLoadable(f"{folder} exists and is not empty: give another folder, or remove it first")
@@ -80,7 +75,7 @@ def import_gguf(file: Path, folder: Path) -> None:
 
 
 def _load(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arrays and metadata as MLX reads them; scalars and arrays in the metadata become plain Python values."""
+    """Arrays and metadata as MLX reads them; MLX arrays in the metadata become plain Python values."""
     import mlx.core as mx
 
     try:
@@ -143,7 +138,7 @@ def _config(metadata: Mapping[str, Any], arrays: Mapping[str, Any], name: str) -
 
 
 def _weights(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays under mlx-lm's names; all floating-point arrays have one dtype."""
+    """The arrays under mlx-lm's names, all floating-point ones in one dtype."""
     import mlx.core as mx
 
     half = any(array.dtype == mx.float16 for array in arrays.values())
@@ -158,7 +153,7 @@ def _weights(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mlx_name(name: str) -> str:
-    """The name of a tensor in mlx-lm; in GGUF it is such as ``blk.3.attn_q.weight``."""
+    """mlx-lm's name of a tensor such as ``blk.3.attn_q.weight``."""
     match = _TENSOR.fullmatch(name)
     if match is None or match["part"] not in _NAMES:
         raise ModelNotLoadable(f"tensor {name!r} is unknown in a {ARCHITECTURE} GGUF file")
@@ -167,7 +162,7 @@ def _mlx_name(name: str) -> str:
 
 
 def _quantization(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """The packed layers' bits: the most frequent number as the default, others layer by layer."""
+    """The bits of the packed layers: the most frequent number as the default, the others layer by layer."""
     bits = {}
     for name in weights:
         if name.endswith(".scales"):
@@ -181,10 +176,7 @@ def _quantization(weights: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_tokenizer(metadata: Mapping[str, Any]) -> Any:
-    """The `tokenizers.Tokenizer`.
-
-    Args:
-        metadata: of the file, as plain Python values.
+    """The `tokenizers.Tokenizer` that a file's metadata, as plain Python values, describes.
 
     Raises:
         ModelNotLoadable: this kind of tokenizer is not supported, or its parts are missing or contradict each other.
@@ -234,7 +226,7 @@ def _tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _eos_ids(metadata: Mapping[str, Any]) -> list[int]:
-    """Tokens that end a turn: end of sequence, and end of turn where the two differ."""
+    """Tokens that end a turn: end of sequence, and end of turn if that is another one."""
     ids = (metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot"))
     return sorted({int(token_id) for token_id in ids if token_id is not None})
 
@@ -248,7 +240,7 @@ def _required(metadata: Mapping[str, Any], key: str, default: Any = None) -> Any
 
 @contextmanager
 def _appearing(folder: Path) -> Iterator[Path]:
-    """A draft folder that takes the place of `folder`, where nothing or an empty folder may be."""
+    """A draft folder that replaces `folder`, which must not exist or be empty."""
     try:
         with draft_of(folder) as draft:
             draft.mkdir(parents=True)

@@ -1,7 +1,7 @@
-"""Guides of answers: the length of their thinking, then a grammar compiled by llguidance, then their end. No MLX.
+"""Guides of answers: most tokens of thinking, then a grammar compiled by llguidance, then the end. No MLX.
 
-One thread at a time: the loader makes a guide, then it is the engine thread's. llguidance compiles a grammar's text and
-refuses what it does not support; its matcher does not raise: after an error, it stays in a state of error.
+One thread at a time: the loader makes a guide, then the engine thread uses it. llguidance refuses grammars that it does
+not support. Its matcher does not raise: after an error it stays in a state of error.
 """
 
 import json
@@ -24,12 +24,7 @@ from stoker_worker.ports.model import AnswerFormat
 
 
 def grammar_text(request: GenerationRequest, calls: Callable[[], CallTokens]) -> str | None:
-    """
-    Args:
-        calls: tells how the model writes calls.
-
-    Returns:
-        ``None`` for an answer of any form.
+    """The grammar of an answer; ``None``: it may have any form. `calls` tells how the model writes calls.
 
     Raises:
         GuideRefused: no grammar can be written.
@@ -55,14 +50,10 @@ def _of_guide(guide: Guide) -> str:
 
 
 class Grammar:
-    """llguidance's matcher, with the model's own end-of-sequence tokens."""
+    """llguidance's matcher, and the model's own `eos_ids`, which end a complete answer even if the matcher does not
+    know them."""
 
     def __init__(self, matcher: Any, eos_ids: frozenset[int]) -> None:
-        """
-        Args:
-            matcher: an `llguidance.LLMatcher` at its beginning.
-            eos_ids: they end an answer that is complete, whether the matcher knows them or not.
-        """
         self._matcher = matcher
         self._eos_ids = np.array(sorted(eos_ids))
 
@@ -72,7 +63,7 @@ class Grammar:
 
     @property
     def problem(self) -> str | None:
-        """Why it cannot go on, in one line."""
+        """The matcher's error in one line; ``None`` if there is none."""
         if not self._matcher.is_error():
             return None
         return self._matcher.get_error().split("\n", 1)[0].strip() or "no reason given"
@@ -85,7 +76,7 @@ class Grammar:
         self._matcher.consume_token(token)
 
     def mask(self) -> TokenMask:
-        """The tokens that may come next; an answer that is complete may also end."""
+        """The tokens that may come next; the end too if the answer is complete."""
         words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
         n_words = max(len(words), int(self._eos_ids.max(initial=0)) // 32 + 1)
         mask = np.zeros(n_words, np.uint32)
@@ -101,27 +92,27 @@ def allows(mask: TokenMask, token: int) -> bool:
 
 
 def allow(mask: TokenMask, ids: "np.ndarray[Any, Any]") -> None:
-    """Set the bits of `ids`, which `mask` has room for."""
+    """Set the bits of `ids`. `mask` has room for all of them."""
     np.bitwise_or.at(mask, ids // 32, np.uint32(1) << (ids % 32).astype(np.uint32))
 
 
 def forbid(mask: TokenMask, ids: "np.ndarray[Any, Any]") -> None:
-    """Clear the bits of `ids`, as far as `mask` has them."""
+    """Clear those bits of `ids` that `mask` has."""
     inside = ids[ids < 32 * len(mask)]
     np.bitwise_and.at(mask, inside // 32, ~(np.uint32(1) << (inside % 32).astype(np.uint32)))
 
 
 @dataclass
 class Marked:
-    """The part of an answer that is inside markers: its thinking, or its calls.
+    """The part of an answer between two markers: its thinking, or its calls.
 
     Attributes:
-        start_ids, end_ids: the markers around it.
-        opened: whether the prompt ends inside it.
-        most: most tokens that it may have, without its markers; ``None``: any number.
-        is_inside: whether the answer is in it now. Elsewhere its start marker may come.
-        has_ended: whether the answer has come out of it.
-        n_tokens: its tokens so far, with the part of an end marker that has begun.
+        start_ids, end_ids: the markers.
+        opened: whether the prompt ends inside the part.
+        most: most tokens in it, without markers; ``None``: any number.
+        is_inside: whether the answer is in it now. Outside, its start marker may come.
+        has_ended: whether an end marker has come.
+        n_tokens: its tokens so far, with the beginning of an end marker.
     """
 
     start_ids: tuple[int, ...]
@@ -141,7 +132,6 @@ class Marked:
         self.is_inside, self.has_ended, self.n_tokens, self._newest = self.opened, False, 0, ()
 
     def take(self, token: int) -> None:
-        """The answer's next token."""
         marker = self._marker
         self.n_tokens += self.is_inside
         self._newest = (*self._newest, token)[-len(marker) :]
@@ -152,19 +142,19 @@ class Marked:
 
     @property
     def forced(self) -> int | None:
-        """The only token that may come next, when there was enough of it: it leads to its end."""
+        """The only token that may come next, the end marker's, once the part has `most` tokens; else ``None``."""
         if not self.is_inside or self.most is None or self.n_tokens < self.most:
             return None
         return self.next_of_marker
 
     @property
     def next_of_marker(self) -> int:
-        """The next token of the marker that may come next, or that has begun."""
+        """The next token of the marker that may come next, or of which a part is there."""
         return self._marker[self.n_begun]
 
     @property
     def n_begun(self) -> int:
-        """How many tokens of that marker the answer ends with."""
+        """The number of tokens of that marker that the answer ends with."""
         longest = min(len(self._newest), len(self._marker) - 1)
         return next((n for n in range(longest, 0, -1) if self._newest[-n:] == self._marker[:n]), 0)
 
@@ -175,11 +165,12 @@ class Marked:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """
+    """The token ids of a model.
+
     Attributes:
-        n_tokens: how many token ids the tokenizer has; the model may have logits for more.
+        n_tokens: the tokenizer's number of ids; the model may have logits for more.
         eos_ids: the ids that end an answer.
-        no_thought: ids that must not come in thinking which a grammar follows: they would end it, or begin a call.
+        no_thought: ids that must not come in thinking before a grammar: they would end it, or begin a call.
     """
 
     n_tokens: int
@@ -207,9 +198,9 @@ class GrammarGuide:
     """Implements `AnswerGuide`.
 
     Attributes:
-        grammar: of what follows the thinking; ``None``: it is free.
-        thinking: ``None`` for a model that does not think, or whose thinking needs no watching.
-        first_call: for an answer without a grammar that ends with its first call.
+        grammar: of what follows the thinking; ``None``: anything may follow.
+        thinking: ``None`` if the model does not think.
+        first_call: the calls of an answer without a grammar that ends with its first call.
     """
 
     vocabulary: Vocabulary
@@ -310,24 +301,20 @@ _LIMITS: Final = LLParserLimits(
     max_lexer_states=50_000,  # 1 to 2 kB each
     verbose_errors=False,
 )
-"""Lower than llguidance's own limits, because a mask that takes long delays every sequence of the batch."""
+"""Lower than llguidance's defaults, because a slow mask delays every sequence of the batch."""
 
 
 class GrammarGuides:
     """Implements `GuideMaker`."""
 
     def __init__(self, wrapper: Any, form: AnswerFormat) -> None:
-        """
-        Args:
-            wrapper: `mlx_lm.tokenizer_utils.TokenizerWrapper` around a tokenizer with a `tokenizers` backend.
-        """
+        """`wrapper` is mlx-lm's `TokenizerWrapper` around a tokenizer with a `tokenizers` backend."""
         self._wrapper = wrapper
         self._form = form
         self._eos_ids = frozenset(wrapper.eos_token_ids)
         self._compiled = lru_cache(_MOST_KEPT)(self._compile)
 
     def guide_for(self, request: GenerationRequest, prompt_ids: Sequence[int]) -> GrammarGuide | None:
-        """As `GuideMaker.guide_for`."""
         text = grammar_text(request, self._call_tokens)
         thinking = self._thinking(request, prompt_ids)
         if text is not None and self._form.first_state == "header":
@@ -340,8 +327,8 @@ class GrammarGuides:
         return GrammarGuide(self._vocabulary(), grammar, thinking, first_call)
 
     def _first_call(self, request: GenerationRequest) -> Marked | None:
-        """``None`` if more may follow the first call, or if no token can be made to follow it: then only the first one
-        of several calls is kept."""
+        """Ends the answer with its first call. ``None`` if more calls may follow, or if no token can be made to follow
+        the first one: then only the first of several calls is kept."""
         form = self._form
         ends = not request.ignore_eos and self._eos_ids and form.tool_start_ids and form.tool_end
         if request.parallel_tool_calls or not request.offered_tools or not ends:
@@ -369,10 +356,7 @@ class GrammarGuides:
         return self._compiled(text).fork()
 
     def _compile(self, text: str) -> Grammar:
-        """
-        Raises:
-            GuideRefused: the matcher is in error, at once or at its first mask, or no answer at all fits.
-        """
+        """Raises `GuideRefused` if the matcher is in error, at once or at its first mask, or if no answer fits."""
         if not self._eos_ids:
             raise GuideRefused("this model has no end-of-sequence token, so no answer could end where its grammar does")
         if isinstance(self._tokenizer, GuideRefused):
@@ -386,7 +370,7 @@ class GrammarGuides:
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer | GuideRefused:
-        """Made for the first grammar, or refused then: it takes up to a second, and most workers need none."""
+        """Made, or refused, for the first grammar: it takes up to a second, and most workers need none."""
         backend = deepcopy(self._wrapper._tokenizer.backend_tokenizer)
         backend.no_padding()
         backend.no_truncation()
@@ -422,9 +406,6 @@ class _ByteTokens:
 
 
 def byte_guides(form: AnswerFormat, special: Sequence[str]) -> GrammarGuides:
-    """Guides of answers whose tokens are bytes.
-
-    Args:
-        special: names of the tokens from 256 on; the first one ends an answer.
-    """
+    """Guides of answers whose tokens are bytes. `special`: names of the tokens from 256 on; the first one ends an
+    answer."""
     return GrammarGuides(SimpleNamespace(_tokenizer=_ByteTokens(special), eos_token_ids={256}), form)

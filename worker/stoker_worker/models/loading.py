@@ -1,6 +1,6 @@
 """Finds and loads a model: its folder, dtype and identity. Owns no state; engine thread, which owns everything MLX.
 
-MLX is imported by `load_model` only. Code that comes with a model runs only if its operator trusts it (`extras.py`).
+Only `load_model` imports MLX. Code that comes with a model runs only if its operator trusts it (`extras.py`).
 """
 
 import logging
@@ -25,7 +25,7 @@ Dtype = Literal["auto", "native", "float32"]
 """`auto`: as stored on a GPU; float32 on a CPU, where MLX has no fast path for packed or half-precision weights."""
 
 CONTEXT_FALLBACK_TOKENS: Final = 4096
-"""Assumed when the config has no context length: the smallest one among models of the last years."""
+"""Assumed if the config has no context length: the smallest one among models of recent years."""
 
 _CONTEXT_KEYS: Final = (
     *("max_position_embeddings", "max_sequence_length", "max_seq_len", "model_max_length"),
@@ -44,20 +44,19 @@ def load_model(
     digest_cache: Path | None = None,
     extras: ModelExtras = NO_EXTRAS,
 ) -> tuple[Any, LoadedModel]:
-    """Load a model, and describe it for the rest of the worker, except its mode.
+    """Load a model, and describe it for the rest of the worker.
 
     Args:
         model: a folder in mlx-lm's format, or a Hugging Face repo such as ``mlx-community/Qwen3-4B-4bit``.
         store_dtype: precision of cache blocks on disk.
         kv_bits: 8: full attention keeps keys and values in 8 bits, in memory and on disk.
         digest_cache: file that remembers digests of weight files between starts.
-        extras: what the operator adds to the model's folder.
 
     Returns:
         mlx-lm's model, and its description in the widest mode; the fingerprint does not cover the mode yet.
 
     Raises:
-        ModelNotLoadable: it is not there, cannot be fetched, or cannot be served; one line tells why.
+        ModelNotLoadable: it is not there, cannot be fetched, or cannot be served; one line has the reason.
     """
     local = local_folder(model)
     extras.check()
@@ -88,18 +87,14 @@ def load_model(
 
 
 def _vocabulary(network: Any) -> int:
-    """Token ids that the model has logits for. Nothing is computed: only the shape is read."""
+    """Token ids that the model has logits for. Only the shape is read, so nothing is computed."""
     import mlx.core as mx
 
     return int(network(mx.array([[0]])).shape[-1])
 
 
 def model_name(model: str, extras: ModelExtras) -> str:
-    """The name by which jobs name the model.
-
-    Raises:
-        ModelNotLoadable: as `local_folder`.
-    """
+    """The name by which jobs name the model. Raises `ModelNotLoadable` as `local_folder`."""
     local = local_folder(model)
     name = local.name if local else model
     # With an adapter it is another model: a job that names the bare one must not run on it.
@@ -107,11 +102,7 @@ def model_name(model: str, extras: ModelExtras) -> str:
 
 
 def check_exists(model: str) -> None:
-    """Look for the model's folder, or fetch its config.
-
-    Raises:
-        ModelNotLoadable: it is not there, or cannot be fetched.
-    """
+    """Look for the model's folder, or fetch its config. Raises `ModelNotLoadable` if that fails."""
     if local_folder(model) is None:
         from huggingface_hub import hf_hub_download
 
@@ -119,7 +110,7 @@ def check_exists(model: str) -> None:
 
 
 def _cache_spec(network: Any, store_dtype: StoreDtype, kv_bits: int | None) -> ModelCacheSpec:
-    """The layout of the network's caches, which are quantised from now on if `kv_bits` says so."""
+    """The layout of the network's caches, which it makes quantised from now on if `kv_bits` is given."""
     from stoker_worker.models.cache_probe import read_cache_spec
     from stoker_worker.models.quantised_cache import quantise_caches
 
@@ -133,10 +124,10 @@ def _cache_spec(network: Any, store_dtype: StoreDtype, kv_bits: int | None) -> M
 
 
 def local_folder(model: str) -> Path | None:
-    """The folder that `model` names, or ``None`` when it names a Hugging Face repo.
+    """The folder that `model` names; ``None`` if it names a Hugging Face repo.
 
     Raises:
-        ModelNotLoadable: it is a path, but not to an mlx-lm folder; or neither a path nor a repo id.
+        ModelNotLoadable: it is a path, but not that of an mlx-lm folder; or neither a path nor a repo id.
     """
     path = Path(model).expanduser()
     if path.suffix.lower() == ".gguf":
@@ -158,7 +149,7 @@ def local_folder(model: str) -> Path | None:
 
 
 def context_tokens(config: Mapping[str, Any]) -> int:
-    """Most tokens that the model can attend to, from its config; the tokenizer's own limit means something else."""
+    """Most tokens that the model can attend to, from its config; the tokenizer's own limit is something else."""
     for part in (config, config.get("text_config") or {}):
         for key in _CONTEXT_KEYS:
             value = part.get(key)
@@ -179,7 +170,7 @@ def _resolved_dtype(dtype: Dtype) -> str:
 
 
 def _download(repo: str) -> Path:
-    """The repo's folder in the Hugging Face cache; missing files are fetched, the same ones that mlx-lm fetches."""
+    """The repo's folder in the Hugging Face cache, after fetching what is missing of the files that mlx-lm fetches."""
     from mlx_lm.utils import _download as fetch
 
     return Path(_fetched(repo, lambda: fetch(repo)))

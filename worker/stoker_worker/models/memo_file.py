@@ -1,7 +1,5 @@
-"""A small JSON file that remembers, between starts, what took long to find out. No MLX; engine thread.
-
-It only saves time: one that is missing, damaged or not writable is as good as an empty one.
-"""
+"""A small JSON file that remembers slow results between starts. It only saves time: a missing, damaged or unwritable
+one counts as empty. No MLX; engine thread."""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +11,7 @@ from stoker_shared.durable_file import replace_file
 
 
 def read_memo(path: Path | None) -> dict[str, Any]:
-    """The remembered entries; empty without a file."""
+    """The remembered entries; empty if there is no readable file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8")) if path else {}
     except (OSError, ValueError):

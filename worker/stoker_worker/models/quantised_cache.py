@@ -1,8 +1,8 @@
 """Full-attention caches that keep keys and values in 8 bits (``--kv-bits 8``), and the model that makes them.
 
 Owns the arithmetic and the order of the planes; engine thread. Each element is ``code * scale + bias``, in groups of
-neighbours along the head's dim, as in mlx-lm's `QuantizedKVCache`: a token is quantised once, when it is written, and
-all attention reads the quantised values. So a restored cache gives what the one it was saved from gives.
+neighbours along the head's dim, as in mlx-lm's `QuantizedKVCache`. A token is quantised once, when it is written, and
+all attention reads the quantised values: so a restored cache gives the same answers as the original.
 """
 
 from typing import Any, Final
@@ -22,7 +22,7 @@ _LEAST_GROUP: Final = 32
 class QuantisedCache(CacheList):  # type: ignore[misc]  # mlx-lm has no types
     """One layer's cache as a model sees it, over three caches of planes: codes (uint32, four in each), scales, biases.
 
-    The planes are plain caches, so whatever moves caches moves these three: a sequence's own `KVCache`, or those of a
+    The planes are plain caches, so code that moves caches moves these three: a sequence's own `KVCache`, or those of a
     pass over several rows.
     """
 
@@ -37,13 +37,8 @@ class QuantisedCache(CacheList):  # type: ignore[misc]  # mlx-lm has no types
         return self.caches[0].make_mask(*args, **kwargs)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """
-        Args:
-            keys, values: (sequences, n_kv_heads, tokens, dim), of a floating-point dtype.
-
-        Returns:
-            All keys and values, dequantised, in what the planes' own `keys_and_values` returns.
-        """
+        """Quantise and append keys and values, (sequences, n_kv_heads, tokens, dim) of a floating-point dtype. Returns
+        all of them, dequantised, in the type that the planes' own `keys_and_values` returns."""
         for plane, *new in zip(self.caches, _quantised(keys), _quantised(values), strict=True):
             plane.update_and_fetch(*new)
         return self.keys_and_values()
@@ -70,14 +65,8 @@ def _dequantised(codes: mx.array, scales: mx.array, biases: mx.array) -> mx.arra
 
 
 def quantise_caches(model: Any, spec: ModelCacheSpec) -> None:
-    """From now on `model` makes quantised caches for its full attention; other layers keep theirs.
-
-    Args:
-        spec: of the model's caches so far.
-
-    Raises:
-        ModelNotLoadable: its caches cannot be quantised; the message names the reason.
-    """
+    """From now on `model` makes quantised caches for its full attention; other layers keep theirs. `spec` is that of
+    its caches so far. Raises `ModelNotLoadable`, with the reason, if they cannot be quantised."""
     if not spec.full_layers:
         raise ModelNotLoadable("--kv-bits 8: this model has no full attention")
     dims = {dim for layer in spec.full_layers for dim in (layer.key_dim, layer.value_dim)}

@@ -1,5 +1,5 @@
-"""Text, chat template and token ids of a loaded model. Owns its copy of the tokenizer; each thread uses its own
-`fork()`. Imports neither MLX nor transformers."""
+"""Text, chat template and token ids of a loaded model. Imports neither MLX nor transformers. Owns its copy of the
+tokenizer; each thread uses its own `fork()`."""
 
 import copy
 import inspect
@@ -17,11 +17,11 @@ from stoker_shared.message import Message
 
 _NAMES_DEVELOPER: Final = re.compile(r"""(['"])developer\1""")
 _THINKING: Final = ("reasoning_content", "reasoning", "thinking")
-"""Names of the field with the thinking before an answer, the most specific first."""
+"""Names of the field for the thinking before an answer, the most specific first."""
 
 _TRIED: Final = ("stoker_try", "stoker_name", "stoker_value")
 _MISQUOTED: Final = (r"\"stoker_name", "'stoker_name")
-"""Arguments that were text already and are JSON-encoded once more; an object in Python's notation."""
+"""Signs of wrong arguments in a rendered call: JSON text that was encoded again, and an object in Python's notation."""
 
 _TOOL: Final = {
     "type": "function",
@@ -35,10 +35,10 @@ _TOOL: Final = {
         },
     },
 }
-"""Shares no word with the call that is tried, so that words of the call cannot come from the list of tools."""
+"""Shares no word with the call that is tried, so words of the call cannot come from the list of tools."""
 
 Apply = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None], str]
-"""Renders messages, perhaps with tools, through the template; raises any exception of the template."""
+"""Renders messages, perhaps with tools, through the template. May raise any exception."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class _CallForm:
     """One way to write a message with tool calls.
 
     Attributes:
-        no_content: the fields of a message that has no content.
-        parsed: whether a call's arguments are an object; else they are JSON text.
+        no_content: the fields that a message without content gets.
+        parsed: whether a call's arguments become an object; else they become JSON text.
     """
 
     no_content: Mapping[str, Any]
@@ -72,18 +72,17 @@ _FORMS: Final = tuple(
 
 
 class TemplateForms:
+    """Writes messages in the form that a chat template renders correctly."""
+
     def __init__(self, apply: Apply, template: str) -> None:
-        """
-        Args:
-            template: the text of the chat template; of all of them if the model has several.
-        """
+        """`template`: the text of the chat template, or of all templates if the model has several."""
         self._apply = apply
         self._developer = "developer" if _NAMES_DEVELOPER.search(template) else "system"
         self._thinking = next((name for name in _THINKING if re.search(rf"\b{name}\b", template)), _THINKING[0])
         self._form_of = cache(self._find_form)
 
     def fit(self, message: Mapping[str, Any], *, with_tools: bool) -> Mapping[str, Any]:
-        """The message in the form that this template renders correctly."""
+        """The message in the form for this template."""
         if message.get("role") == "developer":
             message = {**message, "role": self._developer}
         if "reasoning_content" in message:
@@ -91,7 +90,7 @@ class TemplateForms:
         return self._form_of(with_tools).of(message) if message.get("tool_calls") else message
 
     def _find_form(self, with_tools: bool) -> _CallForm:
-        """The first form in which a call is rendered whole; if there is none, the form of mlx-lm's own server."""
+        """The first form in which a call is rendered whole; if there is none, that of mlx-lm's own server."""
         return next((form for form in _FORMS if self._is_whole(form, with_tools)), _FORMS[0])
 
     def _is_whole(self, form: _CallForm, with_tools: bool) -> bool:
@@ -101,7 +100,7 @@ class TemplateForms:
         return silent.count("None") <= self._tried(form, with_tools, content="!").count("None")
 
     def _tried(self, form: _CallForm, with_tools: bool, **content: str) -> str:
-        """A call in this form, rendered; empty when the template refuses it."""
+        """A call in this form, rendered; empty if the template refuses it."""
         name, key, value = _TRIED
         call = {"name": name, "arguments": {key: value}}
         call_id = "stoker000"  # Mistral's templates want nine letters or digits
@@ -118,7 +117,7 @@ class TemplateForms:
 
 
 def _parsed(arguments: Any) -> Any:
-    """The object in a JSON text; anything else unchanged."""
+    """The object in a JSON text; anything else as it is."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -138,22 +137,15 @@ def _refuse(constant: str) -> None:
 
 _ESCAPE: Final = "\U0010fffd"
 _FIRST: Final = 0x100000
-"""Code point of the first control token's stand-in; the plane has room for 65,000."""
+"""Code point of the first control token's stand-in. The plane has room for 65,000."""
 
 
 class ControlTokens:
-    """The control tokens of one tokenizer.
-
-    Control tokens are the special ones, and those added tokens that the chat template mentions (``<tool_response>``
-    is not special in Qwen's vocabulary, yet only the template should write it).
-    """
+    """The control tokens of one tokenizer: the special ones, and those added tokens that the chat template mentions
+    (``<tool_response>`` is not special in Qwen's vocabulary, yet only the template should write it)."""
 
     def __init__(self, tokenizer: Any, chat_template: str) -> None:
-        """
-        Args:
-            tokenizer: a `transformers` tokenizer with a `tokenizers` backend.
-            chat_template: all templates of the model, as one text.
-        """
+        """`tokenizer`: of `transformers`, with a `tokenizers` backend; `chat_template`: all templates as one text."""
         self._tokenizer = tokenizer
         self._contents: Sequence[str] = tuple(
             token.content
@@ -168,11 +160,8 @@ class ControlTokens:
         self._marked: _MarkedTokenizer | None = None
 
     def escape(self, value: Any, *, own_words: bool = False) -> Any:
-        """`value` with every string in it, at any depth, escaped; dict keys too.
-
-        Args:
-            own_words: the text is the model's own, so its control tokens stay control tokens.
-        """
+        """`value` with every string in it escaped, at any depth and in dict keys too. In the model's `own_words`,
+        control tokens stay control tokens."""
         if isinstance(value, str):
             if own_words:
                 return value.replace(_ESCAPE, _ESCAPE * 2)
@@ -190,8 +179,8 @@ class ControlTokens:
     def rest_of(self, rendered: str, after: str) -> str | None:
         """The part of the escaped text after the plain text `after`.
 
-        ``None`` when the text does not begin with `after`, or when `after` ends inside a control token, quoted or real:
-        its two halves cannot be encoded apart.
+        ``None`` if the text does not begin with `after`, or if `after` ends inside a control token, quoted or real: its
+        two halves cannot be encoded apart.
         """
         start = done = 0
         for found in self._in_rendered.finditer(rendered):
@@ -207,7 +196,7 @@ class ControlTokens:
         return rendered[start + len(tail) :] if rendered.startswith(tail, start) else None
 
     def encode(self, rendered: str) -> list[int]:
-        """Token ids of an escaped text, nothing added: the tokenizer's own where nothing had to be escaped.
+        """Token ids of an escaped text, with nothing added: the tokenizer's own if nothing was escaped.
 
         Raises:
             TemplateError: the tokenizer makes a control token of plain text, or an escape was torn apart.
@@ -223,7 +212,7 @@ class ControlTokens:
         )
 
     def _literal(self, found: re.Match[str]) -> str | None:
-        """The text of an escape; ``None`` for a control token of the template's own."""
+        """The text of an escape; ``None`` for a control token that is not escaped."""
         stand_in = found[1]
         if stand_in is None:
             return None
@@ -238,8 +227,8 @@ class ControlTokens:
 class _MarkedTokenizer:
     """The same tokenizer, but it finds control tokens only after a secret mark: without it they are plain text.
 
-    One pass over the whole text keeps everything else as it is, such as spaces swallowed around tokens and prefixes at
-    the start of a text; encoding piece by piece would not. The mark is random, so no text can contain it.
+    One pass over the whole text keeps everything else, such as spaces swallowed around tokens and prefixes at the start
+    of a text; encoding piece by piece would not. The mark is random, so no text can contain it.
     """
 
     def __init__(self, tokenizer: Any, contents: Sequence[str]) -> None:
@@ -267,23 +256,17 @@ class _MarkedTokenizer:
 
 
 _RAISED: Final = re.compile(r"""raise_exception\(\s*(?:'([^'\\]*)'|"([^"\\]*)")""")
-"""A message that a template raises, as far as it is written in the template itself."""
+"""The literal text of an error that a template raises."""
 
 _NORMALIZER_SHRINKS: Final = 4
-"""At most this many bytes become one where a tokenizer normalizes text (in the worst case NFC makes 3 of 9)."""
+"""At most this many bytes become one when a tokenizer normalizes text (in the worst case NFC makes 3 of 9)."""
 
 
 class ModelTokenizer:
     """`TokenizerPort` over mlx-lm's tokenizer wrapper."""
 
     def __init__(self, wrapper: Any) -> None:
-        """
-        Args:
-            wrapper: `mlx_lm.tokenizer_utils.TokenizerWrapper` around a tokenizer with a `tokenizers` backend.
-
-        Raises:
-            ModelNotLoadable: the tokenizer has no such backend.
-        """
+        """`wrapper`: mlx-lm's `TokenizerWrapper`. Raises `ModelNotLoadable` if it has no `tokenizers` backend."""
         self._wrapper = wrapper
         tokenizer = wrapper._tokenizer
         if getattr(tokenizer, "backend_tokenizer", None) is None:
@@ -353,7 +336,7 @@ class ModelTokenizer:
 
 
 def chat_template_text(wrapper: Any) -> str:
-    """Every chat template of the model as one canonical text; empty when it has none."""
+    """All chat templates of the model as one canonical text; empty if it has none."""
     template = wrapper._tokenizer.chat_template
     if template is None:
         return ""
@@ -370,9 +353,9 @@ def _max_token_bytes(tokenizer: Any) -> int:
 
 
 def _without_conversation(error: Exception, template: str) -> str:
-    """One line about a template's error: its type, its line, and the part of its message that is the template's own.
+    """One line about a template's error: its type, its line, and the template's own part of its message.
 
-    The rest of a message may quote the conversation, which must reach neither the log nor the job's failure in Redis.
+    The rest of the message may quote the conversation, which must reach neither the log nor the job's failure in Redis.
     """
     lines = [n for frame, n in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == "<template>"]
     kind = type(error).__name__ + (f" in line {lines[-1]}" if lines else "")
