@@ -57,16 +57,14 @@ class ArraySpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer's cache. A layer that keeps two caches counts as two, and one in 8 bits (``--kv-bits 8``) as three:
-    codes, scales and biases.
+    """One layer's cache. A layer with two caches counts as two, and one in 8 bits (``--kv-bits 8``) as three: codes,
+    scales, biases.
 
     Attributes:
-        n_kv_heads, key_dim, value_dim: of FULL and WINDOW: K is (n_kv_heads, tokens, key_dim), V is (n_kv_heads,
-            tokens, value_dim).
+        n_kv_heads, key_dim, value_dim: of FULL and WINDOW: K is (n_kv_heads, tokens, key_dim), V has `value_dim`.
         window_tokens: most tokens that a WINDOW layer keeps.
         arrays: the arrays that a RECURRENT layer keeps.
-        is_packed: of FULL: K and V are 8-bit codes, four in a uint32. Outside MLX their bytes pass as elements of the
-            spec's dtype.
+        is_packed: of FULL: K and V are 8-bit codes, four in a uint32; outside MLX, bytes that pass as the spec's dtype.
     """
 
     kind: LayerKind

@@ -111,10 +111,10 @@ class SequenceCache:
     Attributes:
         layers: one array pair of `n_tokens` tokens per full-attention layer (`ModelCacheSpec.full_layers`), not
             necessarily contiguous. The engine copies them. Empty if the tokens are in `room` alone.
-        snapshots: by ascending tokens, none after `n_tokens`. The engine continues from the last one, which then has to
-            be at `n_tokens`.
+        snapshots: ascending, none after `n_tokens`. The engine continues from the last one, which has to be at
+            `n_tokens` then.
         room: has the cache from its first token on.
-        checkpoints: further snapshots, by ascending tokens, taken where `GenerationWork.checkpoints_at` asked for them.
+        checkpoints: further snapshots, ascending, taken where `GenerationWork.checkpoints_at` asked for them.
     """
 
     n_tokens: int
@@ -201,8 +201,7 @@ class CompletedGeneration:
 
 
 Stage = Literal["loading", "waiting", "prefill", "decode"]
-"""Where a job is: its agent's memory is being loaded, it waits for a place in the batch, its prompt is being prefilled,
-or it generates."""
+"""Where a job is: its agent's memory is loaded, it waits for a place in the batch, is prefilled, or generates."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ class AgentJobsPort(Protocol):
         Raises:
             AgentMemoryError: it cannot be done, and nothing has changed.
             VersionTaken: the same, because another worker has changed the agent at the same time.
-            SharedStoreAway: it may be done or not; `answer` tells later.
+            SharedStoreAway: it may be done or not; ask `answer` later.
             OSError: nothing has changed, or it is done and `answer` returns its result.
         """
         ...
@@ -218,10 +218,11 @@ class CacheStorePort(Protocol):
     """Carries out jobs about an agent's memory."""
 
     def look(self, agent_id: str, last: LastVersion | None = None) -> bool:
-        """Bring in what other workers have written of the agent, before `answer` and `open_agent`. Loader thread.
+        """Bring in the versions that other workers have written of the agent, before `answer` and `open_agent`. Loader
+        thread.
 
         Args:
-            last: what Redis knows of its newest version. If this process made that one, the shared store is not asked.
+            last: its newest version as Redis knows it. If this process made that one, the shared store is not asked.
 
         Returns:
             whether no other worker can know more: the shared store was asked, or there is none.
@@ -238,7 +239,7 @@ class CacheStorePort(Protocol):
         Raises:
             AgentTranscriptUnreadable: a version is damaged, missing or foreign, or the last turn was not saved. The
                 error's `.usable` is the version that `context="full"` may still continue from.
-            SharedStoreAway: what is damaged here may be whole there.
+            SharedStoreAway: a version is damaged here, and may be whole in the shared store.
             AgentBusy: another process is changing the agent, and did not end in time; for ``full`` jobs too.
         """
         ...
@@ -270,9 +271,9 @@ class CacheStorePort(Protocol):
         foreign files are a miss with a reason, never an error.
 
         Args:
-            agent: ``None`` for a job without one: it may use the blocks of its salt, and only the beginning of its
-                prompt is remembered.
-            session: of a job without an agent, which may then use what `save_session` kept, too.
+            agent: ``None`` for a job without one: it may use its salt's blocks, and only the beginning of its prompt is
+                remembered.
+            session: of a job without an agent, which may then also use caches of `save_session`.
             max_tokens: most tokens that come after `prompt_ids`.
             is_saved: whether the turn is to be saved, so that the engine returns its cache.
             beside_others: whether other sequences are running: they keep half of the cores.
@@ -290,7 +291,7 @@ class CacheStorePort(Protocol):
         Raises:
             AgentVersionConflict: `turn.base` is not the agent's newest version (any more).
             VersionTaken: another worker has made the next version meanwhile.
-            SharedStoreAway: it may be there or not; `answer` tells, once `look` has asked.
+            SharedStoreAway: it may be there or not; `look`, then `answer`, show which.
             OSError: it could not be written; the agent is still at `turn.base`.
         """
         ...
@@ -300,7 +301,7 @@ class CacheStorePort(Protocol):
         sent takes no effect any more. Called before a job ends without that turn. Finisher threads.
 
         Raises:
-            VersionTaken: that turn has taken effect just now; `answer` tells, once `look` has asked.
+            VersionTaken: that turn has taken effect just now; `look`, then `answer`, return its result.
             SharedStoreAway, OSError: it may still take effect.
         """
         ...

@@ -19,7 +19,7 @@ class MetricsPort:
     """Counts nothing here. No call raises, blocks or takes longer than some microseconds."""
 
     def answered(self, result: Mapping[str, Any], *, save_s: float = 0.0, replayed: bool = False) -> None:
-        """A result (as JSON) was posted. `save_s`: its save's time; `replayed`: it is an earlier delivery's. Finisher
+        """A result (as JSON) was posted, after a save of `save_s`. `replayed`: by an earlier delivery. Finisher
         threads."""
 
     def failed(self, error: Exception) -> None:
@@ -42,8 +42,7 @@ class MetricsPort:
         """Jobs were claimed, for `n_agents` agents whose newest version another worker had made. Fetcher thread."""
 
     def restored(self, seconds: float, source: str) -> None:
-        """Agent memory was looked up for one prompt, and read if there was any. `source` is ``memory``, ``disk`` or
-        ``none``. Loader thread."""
+        """Agent memory was looked up for a prompt; `source` is ``memory``, ``disk`` or ``none``. Loader thread."""
 
     def stepped(
         self, seconds: float, progress: Mapping[int, SequenceProgress], ended: Sequence[CompletedGeneration]

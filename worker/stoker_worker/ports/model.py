@@ -117,8 +117,7 @@ WIDEST_FIRST: Final = (
     *(ServingMode(batching) for batching in Batching if batching != Batching.AS_MLX_LM),
     *(ServingMode(batching, memory=False) for batching in Batching),
 )
-"""Modes with memory come first: a restored history saves an agent more than a wide batch does. The last mode is
-mlx-lm's own way."""
+"""Modes with memory first: a restored history saves an agent more than a wide batch. The last is mlx-lm's own way."""
 
 
 USUAL_JOBS: Final = 32
@@ -247,8 +246,7 @@ class TokenizerPort(Protocol):
         ...
 
     def rest_of(self, rendered: str, *, after: str) -> str | None:
-        """The part of `rendered` after the plain text `after`; ``None`` if it begins otherwise or cannot be cut
-        there."""
+        """The part of `rendered` after the plain text `after`; ``None`` if it begins otherwise or cannot be cut so."""
         ...
 
     def encode_rendered(self, rendered: str) -> list[int]:

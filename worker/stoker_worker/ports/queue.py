@@ -15,7 +15,7 @@ PlaceOf = Callable[[str], tuple[int, int]]
 
 
 class LastVersion(NamedTuple):
-    """What Redis knows of an agent's newest version: a hint and a lower bound, which may be lost without harm.
+    """An agent's newest version as Redis knows it: a hint and a lower bound, which may be lost without harm.
 
     Attributes:
         member: the worker that made it.
@@ -263,15 +263,12 @@ class TextSoFar(NamedTuple):
 
 
 class QueuePort(Protocol):
-    """The durable queue, and the one table of the jobs that this worker has in flight.
-
-    Fetcher thread, unless a method names another. Calls that ask Redis raise `RedisUnavailable` while the server is
-    away or cannot work.
-    """
+    """The durable queue, and the one table of the jobs that this worker has in flight. Fetcher thread, unless a method
+    names another. Calls that ask Redis raise `RedisUnavailable` while the server is away or cannot work."""
 
     def claim(self, limit: int, busy: Busy) -> list[ClaimedJob]:
-        """Take up to `limit` waiting jobs that may run beside one another and beside what is busy. They are in flight
-        from then on.
+        """Take up to `limit` waiting jobs that may run beside one another and beside `busy`: they are in flight from
+        now on.
 
         An agent's jobs stay in order, unless both of two only read. Jobs without an agent, and those of agents whose
         caches are at hand, may pass others, within bounds.
@@ -347,8 +344,7 @@ class QueuePort(Protocol):
         ...
 
     def announce(self, serving: Serving) -> None:
-        """Show producers and other workers what this worker serves; no round trip. Main thread, before the first
-        `claim`."""
+        """Show producers and other workers what this one serves; no round trip. Main thread, before any `claim`."""
         ...
 
     def beat(self) -> bool:
