@@ -15,8 +15,7 @@ _PACKED = "uint32"
 
 
 def leaves(caches: Iterable[Any]) -> Iterator[Any]:
-    """Every single cache, also in mlx-lm's `CacheList`: several caches of one layer, or the planes of a quantised
-    one."""
+    """Every single cache, also in mlx-lm's `CacheList`: caches of one layer, or the planes of a quantised one."""
     for cache in caches:
         if isinstance(cache, CacheList):
             yield from leaves(cache.caches)
@@ -36,8 +35,7 @@ def read_cache_spec(model: Any, store_dtype: StoreDtype = "native") -> ModelCach
     model's own code keeps are the arrays to store.
 
     Returns:
-        One layer per cache. A cache of an unknown type, or with arrays of a dtype that is not stored, is of kind
-        UNKNOWN.
+        One layer per cache; UNKNOWN if its type is unknown, or if it has arrays of a dtype that is not stored.
 
     Raises:
         ModelNotLoadable: the model does not run.

@@ -54,8 +54,7 @@ class _Notation:
     """The text around a call's arguments.
 
     Attributes:
-        before: texts, and names of terminals in capitals. ``{name}`` becomes the tool's name, ``{quoted}`` the name in
-            JSON.
+        before: texts, and names of terminals in capitals. ``{name}`` becomes the tool's name, ``{quoted}`` its JSON.
         needs: a token without which mlx-lm's parser does not read this notation.
         names: a pattern of the tool names that it can write.
     """

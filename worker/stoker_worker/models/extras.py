@@ -90,9 +90,9 @@ class ModelExtras:
             return
 
     def apply_adapter(self, network: Any) -> None:
-        """Put the adapter's weights beside the model's. They stay apart, as in mlx-lm: stoker has to answer as mlx-lm
-        does, and a quantised model keeps its own weights exactly. Raises `ModelNotLoadable` if the adapter does not fit
-        this model."""
+        """Put the adapter's weights beside the model's. They stay apart, as in mlx-lm: stoker answers as mlx-lm does,
+        and a quantised model keeps its own weights exactly. Raises `ModelNotLoadable` if the adapter does not fit this
+        model."""
         folder = self.adapter_folder
         if folder is None:
             return
@@ -102,7 +102,7 @@ class ModelExtras:
             load_adapters(network, str(folder))
         except Exception as error:  # from KeyError in its config to ValueError for shapes
             raise ModelNotLoadable(f"--adapter {self.adapter} does not fit this model: {one_line(error)}") from None
-        network.eval()  # the new layers would drop a part of their input, as in training
+        network.eval()  # the new layers would apply dropout, as in training
 
 
 def not_loadable(model: str, error: Exception, extras: ModelExtras) -> ModelNotLoadable:

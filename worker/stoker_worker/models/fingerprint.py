@@ -30,8 +30,7 @@ _TOKENIZER_FILES: Final = (
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A model's files on disk. The JSON file `memo` remembers weight digests between starts; ``None``: every start
-    reads all the weights."""
+    """A model's files. The JSON file `memo` remembers digests of weights; ``None``: each start reads all weights."""
 
     path: Path
     memo: Path | None = None

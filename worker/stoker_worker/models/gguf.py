@@ -51,12 +51,12 @@ _TENSOR: Final = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>[a-z_]+)\.(?P<l
 
 
 def import_gguf(file: Path, folder: Path) -> None:
-    """Write the model in `file` as an mlx-lm folder, which appears whole or not at all. Needs about the file's size in
-    memory, and again on disk.
+    """Write the model in `file` as an mlx-lm folder, which appears whole or not at all. Takes the file's size in memory
+    and on disk.
 
     Raises:
-        ModelNotLoadable: the file is missing, damaged, or of an unsupported type or architecture; or `folder` is not
-            empty or cannot be written.
+        ModelNotLoadable: the file is missing, damaged, or of an unsupported type or architecture; or `folder` is in use
+            or cannot be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ModelNotLoadable(f"{folder} exists and is not empty: give another folder, or remove it first")
@@ -79,7 +79,7 @@ def _load(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     import mlx.core as mx
 
     try:
-        file.open("rb").close()  # MLX tells no reason
+        file.open("rb").close()  # MLX does not give the reason
         loaded: Any = mx.load(str(file), format="gguf", return_metadata=True)
     except OSError as error:
         raise ModelNotLoadable(f"cannot read {file}: {error.strerror or error}") from None

@@ -24,7 +24,7 @@ from stoker_worker.ports.model import AnswerFormat
 
 
 def grammar_text(request: GenerationRequest, calls: Callable[[], CallTokens]) -> str | None:
-    """The grammar of an answer; ``None``: it may have any form. `calls` tells how the model writes calls.
+    """The grammar of an answer; ``None``: it may have any form. `calls` makes the model's `CallTokens`.
 
     Raises:
         GuideRefused: no grammar can be written.
@@ -50,8 +50,7 @@ def _of_guide(guide: Guide) -> str:
 
 
 class Grammar:
-    """llguidance's matcher, and the model's own `eos_ids`, which end a complete answer even if the matcher does not
-    know them."""
+    """llguidance's matcher, and the model's own `eos_ids`, which end a complete answer even if it lacks them."""
 
     def __init__(self, matcher: Any, eos_ids: frozenset[int]) -> None:
         self._matcher = matcher
@@ -198,7 +197,7 @@ class GrammarGuide:
     """Implements `AnswerGuide`.
 
     Attributes:
-        grammar: of what follows the thinking; ``None``: anything may follow.
+        grammar: for the part after the thinking; ``None``: anything may follow.
         thinking: ``None`` if the model does not think.
         first_call: the calls of an answer without a grammar that ends with its first call.
     """
@@ -377,7 +376,7 @@ class GrammarGuides:
         known = [token for token in sorted(self._eos_ids) if token < backend.get_vocab_size()]
         try:
             return LLTokenizer(backend.to_str(), eos_token=known or None)
-        except Exception as error:  # it raises ValueError for what it does not know, and what its parser raises
+        except Exception as error:  # ValueError for what it does not support, or any error of its parser
             reason = message_line(error)[:_MOST_REASON]
             return GuideRefused(f"no grammar can guide this model's tokenizer: {reason}")
 
@@ -406,6 +405,5 @@ class _ByteTokens:
 
 
 def byte_guides(form: AnswerFormat, special: Sequence[str]) -> GrammarGuides:
-    """Guides of answers whose tokens are bytes. `special`: names of the tokens from 256 on; the first one ends an
-    answer."""
+    """Guides of answers whose tokens are bytes. `special` names the tokens from 256 on; the first ends an answer."""
     return GrammarGuides(SimpleNamespace(_tokenizer=_ByteTokens(special), eos_token_ids={256}), form)

@@ -22,8 +22,7 @@ _LEAST_GROUP: Final = 32
 class QuantisedCache(CacheList):  # type: ignore[misc]  # mlx-lm has no types
     """One layer's cache as a model sees it, over three caches of planes: codes (uint32, four in each), scales, biases.
 
-    The planes are plain caches, so code that moves caches moves these three: a sequence's own `KVCache`, or those of a
-    pass over several rows.
+    The planes are plain caches, so code that moves caches moves these: a sequence's own `KVCache`, or those of rows.
     """
 
     def __init__(self, *planes: Any) -> None:
@@ -59,7 +58,7 @@ def _read(codes: Any, scales: Any, biases: Any) -> Any:
 
 
 def _dequantised(codes: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
-    # Not mlx-lm's products with quantised matrices: those keep every score, and are slower on a CPU.
+    # Not mlx-lm's products with quantised matrices: those hold all scores in memory, and are slower on a CPU.
     group = codes.shape[-1] * (codes.itemsize * 8 // _BITS) // scales.shape[-1]
     return mx.dequantize(codes, scales, biases, group_size=group, bits=_BITS)
 
