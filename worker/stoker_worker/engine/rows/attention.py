@@ -1,9 +1,8 @@
-"""The one place where a model meets rows: the caches that it sees in a pass, and attention over several rows' keys and
-values. Engine thread.
+"""The one place where a model meets rows: the caches that it sees in a pass, and attention over several rows' caches.
 
 A model hands the result of its cache's `update_and_fetch` to `scaled_dot_product_attention`, which it imports from
-`mlx_lm.models.base`. That name in the model's own modules is replaced by `attention` here, which knows `RowsKV` and
-passes everything else on. The models' code stays as it is.
+`mlx_lm.models.base`. That name in the model's own modules is replaced by `attention` here, which handles `RowsKV` and
+passes everything else on. The models' code stays as it is. Engine thread.
 
 The caches have the part of mlx-lm's cache protocol that models use: `offset`, `make_mask` and `update_and_fetch`. They
 own no keys and values: `StepCache` serves a step of the decoding rows' groups, `ChunkCache` some prompt tokens of rows
@@ -29,7 +28,7 @@ _upstream: Final = base.scaled_dot_product_attention
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some of a pass's inputs, and which tokens they attend to.
+    """Some of a pass's inputs, and the tokens they attend to.
 
     Attributes:
         first, last: the inputs [first, last) along the batch axis.
@@ -45,12 +44,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class RowsKV:
-    """Keys, or values, of all rows of a pass. Models do no more with them than is defined here; all else raises.
+    """Keys, or values, of all rows of a pass, with the few operations that models use on them; all others raise.
 
     Attributes:
         parts: in the order of the pass's inputs.
         arrays: of each part, (rows, n_kv_heads, tokens, dim).
-        prefixes: of each part, what all its rows begin with, (1, n_kv_heads, tokens, dim); ``None`` for nothing.
+        prefixes: the common prefix of each part's rows, (1, n_kv_heads, tokens, dim); ``None`` if there is none.
     """
 
     parts: list[Part]
@@ -98,7 +97,7 @@ class _Factor(mx.array):
 
 @dataclass(frozen=True, slots=True)
 class _Scores:
-    """A model's additions to the scores of its attention, for each part: (rows, n_heads, queries, tokens)."""
+    """A model's additions to its attention scores, for each part: (rows, n_heads, queries, tokens)."""
 
     arrays: list[mx.array]
 
@@ -106,14 +105,8 @@ class _Scores:
 def attention(  # noqa: PLR0917 - models pass them by place
     queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None = None
 ) -> mx.array:
-    """As `mlx_lm.models.base.scaled_dot_product_attention`, for `RowsKV` as well.
-
-    Args:
-        queries: (inputs, n_heads, 1, dim) when `keys` is a `RowsKV`.
-
-    Raises:
-        ValueError: rows, and a mask that the model has made itself.
-    """
+    """As `mlx_lm.models.base.scaled_dot_product_attention`, for `RowsKV` as well: then queries are (inputs, n_heads, 1,
+    dim). Raises `ValueError` for rows with a mask that the model has made itself."""
     if type(keys) is not RowsKV:
         out: mx.array = _upstream(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
         return out
@@ -197,7 +190,7 @@ def _of_part(array: mx.array, part: Part) -> mx.array:
 
 
 def _masked(scores: mx.array, mask: Any) -> mx.array:
-    """Scores for the tokens that each row has; the least number for the others, as mlx-lm's models have it."""
+    """Scores for the tokens that each row has; the least number for the others, as in mlx-lm's models."""
     if isinstance(mask, str):
         n, n_tokens = scores.shape[2:]
         mask = base.create_causal_mask(n, offset=n_tokens - n)
@@ -206,7 +199,7 @@ def _masked(scores: mx.array, mask: Any) -> mx.array:
 
 
 def install(model: Any) -> bool:
-    """Let `model` attend to rows; ``False`` when none of its modules uses the name."""
+    """Let `model` attend to rows; ``False`` if none of its modules uses the name."""
     modules = list(_modules_of(model))
     for module in modules:
         setattr(module, _NAME, attention)
@@ -222,11 +215,7 @@ def _modules_of(model: Any) -> Iterator[ModuleType]:
 
 class _LayerCache:
     def make_mask(self, n_tokens: int, return_array: bool = False, window_size: int | None = None) -> None:
-        """No mask: `Part` has each row's.
-
-        Raises:
-            ValueError: the model wants a window of what its cache keeps; it cannot be served in rows.
-        """
+        """No mask: `Part` has each row's. Raises `ValueError` if the model asks for another, as for a window."""
         if window_size is not None or n_tokens != 1:
             raise ValueError("the model asks for a mask over all rows")
 
@@ -246,10 +235,7 @@ class Step:
         self.parts: list[Part] = []
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """
-        Args:
-            sizes: inputs of each row of a group; more than one only of a row alone.
-        """
+        """`sizes`: inputs of each row of a group; more than one only for a row alone."""
         places = [
             group.n_shared + length + i
             for group, size in zip(self.groups, sizes, strict=True)
@@ -279,10 +265,7 @@ class StepCache(_LayerCache):
         return self._step.offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[RowsKV, RowsKV]:
-        """
-        Args:
-            keys, values: (inputs, n_kv_heads, 1, dim).
-        """
+        """`keys`, `values`: (inputs, n_kv_heads, 1, dim)."""
         arrays = [
             group.put(self._layer, *(_of_part(array, part) for array in (keys, values)))
             for group, part in zip(self._step.groups, self._step.parts, strict=True)
@@ -319,7 +302,7 @@ class ChunkCache(_LayerCache):
         Args:
             sizes: inputs of each row.
             offset: the place of each input in its row, (inputs,).
-            prefixes: what comes before each row's cache.
+            prefixes: the tokens before each row's cache.
         """
         self.offset = offset
         self._caches = caches
@@ -328,10 +311,7 @@ class ChunkCache(_LayerCache):
         self._layer = layer
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[RowsKV, RowsKV]:
-        """
-        Args:
-            keys, values: (inputs, n_kv_heads, 1, dim).
-        """
+        """`keys`, `values`: (inputs, n_kv_heads, 1, dim)."""
         first = 0
         for cache, size in zip(self._caches, self._sizes, strict=True):
             last = first + size

@@ -32,7 +32,7 @@ class DecodeBatch:
         self._step_caches = [StepCache(self._step, layer) for layer in range(sum(self._is_full))]
         self._next_tokens: Any = None  # (rows,)
         self._logprobs: Any = None  # (rows, vocabulary), from which the next tokens were drawn; zeros for a new row
-        self._undispatched: list[mx.array] = []  # of the pass before, if the first tokens went before it
+        self._undispatched: list[mx.array] = []  # arrays of the pass before, if the first tokens were output before it
 
     def __len__(self) -> int:
         return len(self._groups.order())
@@ -49,10 +49,7 @@ class DecodeBatch:
     # --- joining ---
 
     def join(self, rows: Sequence[Row], caches: Sequence[list[Any]], last_tokens: list[int]) -> None:
-        """
-        Args:
-            caches: of each row, its prompt after the prefix and without its last token.
-        """
+        """`caches` hold each row's prompt after its prefix and without its last token."""
         before, of_rows = self._groups.order(), [self._split(own) for own in caches]
         self._groups.place((row, full) for row, (full, _) in zip(rows, of_rows, strict=True))
         for row in rows:
@@ -119,10 +116,10 @@ class DecodeBatch:
         return outputs
 
     def _accept(self, order: list[Row], drafts: dict[Row, list[int]]) -> dict[Row, list[tuple[int, mx.array]]]:
-        """Keep what is right of each draft, and what follows it as the row's next token.
+        """Keep the right part of each draft, and the token after it as the row's next one.
 
         Returns:
-            the tokens that are right, each with the log-probabilities that its row drew the same one from.
+            the tokens that are right, each with the log-probabilities that its row drew it from.
         """
         assert self.drafts is not None
         own, kept, found, first = self._next_tokens.tolist(), [], {}, 0
@@ -157,10 +154,8 @@ class DecodeBatch:
         return self._caches(self._find(uid)[0])
 
     def share(self, uid: int, n_tokens: int) -> SharedPrefix:
-        """Let other rows refer to the first `n_tokens` tokens of a row, or to those that others refer to already.
-
-        All its layers are of full attention.
-        """
+        """Let other rows refer to the first `n_tokens` tokens of a row, or to those that others refer to already. All
+        layers are full attention."""
         row, before = self._find(uid)[0], self._groups.order()
         if row.prefix is None:
             caches = self._caches(row)
@@ -218,8 +213,8 @@ class DecodeBatch:
 
 
 def _are_first_tokens(order: Sequence[Row]) -> bool:
-    """True if the tokens that are read now are the first that any of the rows gets: beside others that decode, the step
-    after would take the time of two passes."""
+    """True if the tokens to be read are the first of all rows. Beside others, the next step would take twice as
+    long."""
     return any(row.has_generated for row in order) and not any(row.n_generated for row in order)
 
 

@@ -1,6 +1,6 @@
-"""Keys and values of decoding rows, and which row lies in which group. Engine thread.
+"""Keys and values of decoding rows, and the groups in which the rows lie. Engine thread.
 
-Rows of similar length lie in one array a layer. All rows of a group end at the same place, so a step writes all their
+Rows of similar length share one array per layer. All rows of a group end at the same place, so a step writes all their
 new tokens with one update; a shorter row begins later. A long row is alone in its group and keeps the arrays that it
 came with, so nothing is copied when it joins or leaves.
 """
@@ -19,18 +19,16 @@ Placing = tuple[Row, list[KVCache]]
 
 
 class RowGroup:
-    """
+    """Rows that share arrays.
+
     Attributes:
-        prefix: what all rows begin with; all else here is about their tokens after it.
+        prefix: the tokens that all rows begin with; all else here is about their tokens after it.
         lengths: tokens of each row.
-        mask: which of a step's tokens each row has, (rows, 1, 1, tokens); ``None`` when each row has all.
+        mask: which of a step's tokens each row has, (rows, 1, 1, tokens); ``None`` if each row has all.
     """
 
     def __init__(self, row: Row, caches: Sequence[KVCache]) -> None:
-        """
-        Args:
-            caches: the row's; their arrays become the group's.
-        """
+        """The arrays of `caches`, the row's, become the group's."""
         # Per layer (places, n_kv_heads, room, dim); row i has the tokens [end - lengths[i], end).
         self._keys: list[mx.array] = [cache.keys for cache in caches]
         self._values: list[mx.array] = [cache.values for cache in caches]
@@ -50,7 +48,6 @@ class RowGroup:
 
     @property
     def n_shared(self) -> int:
-        """Tokens of the prefix."""
         return 0 if self.prefix is None else self.prefix.n_tokens
 
     def takes(self, n_tokens: int) -> bool:
@@ -59,11 +56,8 @@ class RowGroup:
         return longest <= MOST_SHARED_TOKENS and longest - shortest <= MOST_APART
 
     def add(self, placings: Sequence[Placing]) -> None:
-        """Copy rows into the group, after those that are there.
-
-        Args:
-            placings: the caches are emptied, a layer at a time, so that nearly nothing is in memory twice.
-        """
+        """Copy rows into the group, after those that are there. Their caches are emptied, a layer at a time, so that
+        nearly nothing is in memory twice."""
         of_rows = [caches for _, caches in placings]
         n_left = max(row.n_left for row, _ in placings) + 1
         lengths = [int(caches[0].offset) for caches in of_rows]
@@ -83,7 +77,7 @@ class RowGroup:
         self.rows += [row for row, _ in placings]
 
     def remove(self, row: Row) -> None:
-        """Take a row out; the last row takes its place. `shrink` follows the last removal of a step."""
+        """Take a row out; the last row takes its place. Call `shrink` after the last removal of a step."""
         index, last = self.rows.index(row), len(self) - 1
         if index != last:
             start = self._end - self.lengths[last]
@@ -94,12 +88,12 @@ class RowGroup:
         self.rows.pop()
 
     def shrink(self) -> None:
-        """Give spare places back, if there are too many."""
+        """Free spare places if there are too many."""
         if self._places > len(self) + len(self) // SPARE_SHARE:
             self._rebuild(len(self), max(self.lengths), 0)
 
     def own(self, row: Row) -> list[KVCache]:
-        """A row's caches after its prefix: the group's arrays where it is alone, else copies, not yet evaluated."""
+        """A row's caches after its prefix: the group's arrays if it is alone, else copies, not yet evaluated."""
         index = self.rows.index(row)
         start, caches = self._end - self.lengths[index], []
         for keys, values in zip(self._keys, self._values, strict=True):
@@ -116,7 +110,7 @@ class RowGroup:
 
     @property
     def is_outgrown(self) -> bool:
-        """True if the rows have become too long to lie together."""
+        """True if the rows are too long by now to share arrays."""
         return len(self) > 1 and max(self.lengths) >= 2 * MOST_SHARED_TOKENS
 
     def begin_step(self, n_tokens: int = 1) -> None:
@@ -163,7 +157,7 @@ class RowGroup:
         return mx.take(array[:, :, start : self._end], mx.array([index]), axis=0)
 
     def _grow(self, n_tokens: int) -> None:
-        """Enlarge the arrays of a row alone, a few layers in each of the last steps: all at once take a long step."""
+        """Enlarge the arrays of a row alone, a few layers in each of its last steps, so that no step is long."""
         for arrays in (self._keys, self._values):
             for layer, array in enumerate(arrays):
                 room = int(array.shape[2])
@@ -186,10 +180,7 @@ class RowGroup:
 
 
 class RowGroups:
-    """
-    Attributes:
-        groups: in the order of a pass's inputs; always the same list.
-    """
+    """All groups. `groups` is in the order of a pass's inputs, and always the same list."""
 
     def __init__(self) -> None:
         self.groups: list[RowGroup] = []
@@ -210,7 +201,7 @@ class RowGroups:
         return next(group for group in self.groups if row in group.rows)
 
     def place(self, placings: Iterable[Placing]) -> None:
-        """Put each row into a group; one that fits into none founds one."""
+        """Put each row into a group; one that fits into none gets a new one."""
         joining: dict[RowGroup, list[Placing]] = {}
         for row, caches in sorted(placings, key=lambda placing: placing[0].n_own):
             fitting = (group for group in self.groups if group.prefix == row.prefix and group.takes(row.n_own))
@@ -243,12 +234,11 @@ class RowGroups:
                 self.groups.append(RowGroup(row, caches))
 
     def dissolve_outgrown(self) -> None:
-        """Set all rows of a group apart that has become too long; of one group at most."""
+        """Set all rows apart of a group that has become too long; of one group at most."""
         for number, group in enumerate(self.groups):
             if group.is_outgrown:
                 self.groups[number : number + 1] = [RowGroup(row, group.own(row)) for row in group.rows]
                 return
 
     def trim(self, row: Row, n_tokens: int) -> None:
-        """Take back the newest tokens of a row that was set apart."""
         self.of(row).trim(n_tokens)

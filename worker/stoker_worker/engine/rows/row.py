@@ -1,10 +1,7 @@
-"""A row that decodes: its tokens so far, how its next ones are drawn, and the drafts of them. Engine thread.
+"""A row that decodes: its tokens so far, how its next ones are drawn, and drafts of them. Owns no keys and values.
 
-Owns no keys and values.
-
-A draft comes from the row itself: where its newest tokens have stood in it before, what followed them there may follow
-again. It is right as far as it equals what the row draws, token by token: so a row's tokens are the same with and
-without drafts.
+A draft comes from the row itself: if its newest tokens occurred in it before, the tokens that followed them then may
+follow again. It is kept as far as it equals what the row draws, so drafts do not change a row's tokens. Engine thread.
 """
 
 from collections.abc import Sequence
@@ -22,8 +19,8 @@ N: Final = 3
 
 _LEAST_REPEATED: Final = 4
 _MOST_REPEATED: Final = 64
-"""A row gets a draft once so many of its newest tokens in a row have stood in it before; twice as many after each draft
-that was wrong from its first token, up to the most. So ordinary text pays for few drafts."""
+"""A row gets a draft once so many of its newest tokens have occurred in it before, in the same order; twice as many
+after each draft that was wrong from its first token, up to the most. So ordinary text pays for few drafts."""
 
 
 class NgramLookup:
@@ -33,12 +30,11 @@ class NgramLookup:
         self._tokens: list[int] = []
         self._after: dict[tuple[int, ...], int] = {}  # of each n-gram: the place after its newest occurrence
         self._at = 0  # the place after the earlier occurrence of the newest tokens
-        self._n_repeated = 0  # how many of the newest tokens stand before that place as well
+        self._n_repeated = 0  # how many of the newest tokens occur before that place, too
         self._needed = _LEAST_REPEATED
 
     @property
     def is_repeating(self) -> bool:
-        """True if the row gets a draft."""
         return self._n_repeated >= self._needed
 
     def follow(self, tokens: Sequence[int]) -> None:
@@ -47,7 +43,6 @@ class NgramLookup:
             self.add(token)
 
     def add(self, token: int) -> None:
-        """Take in the row's next token."""
         if self._n_repeated and self._tokens[self._at] == token:
             self._at += 1
             self._n_repeated += 1
@@ -60,7 +55,7 @@ class NgramLookup:
         self._after[ngram] = len(self._tokens)
 
     def draft(self, most: int) -> list[int]:
-        """Up to `most` tokens that may come next, and no more than have been repeated. A cycle goes round."""
+        """Up to `most` tokens that may come next, and no more than have been repeated. A cycle is repeated."""
         n, period = min(most, self._n_repeated), self._tokens[self._at : self._at + most]
         return (period * (n // len(period) + 1))[:n]
 
@@ -74,15 +69,16 @@ class NgramLookup:
 
 @dataclass(eq=False)
 class Row:
-    """
+    """A sequence that decodes in rows.
+
     Attributes:
         tokens: those in its cache, the prefix included.
         sampler, processors, end_ids: as in `SequenceStart`.
         guide: as in `SequenceStart`; it follows the tokens that are fed.
-        prefix: what its cache begins with and other rows' too.
+        prefix: the beginning of its cache that other rows share.
         context: the tokens as an array, for processors.
-        has_generated: whether its next token was generated; until then that is the last one of the prompt.
-        lookup: where its drafts come from.
+        has_generated: whether its next token was generated; before that, it is the last one of the prompt.
+        lookup: makes its drafts.
     """
 
     uid: int
@@ -120,7 +116,7 @@ class Row:
 
 
 MOST_ROWS: Final = 4
-"""More rows get no drafts: so many fill a pass as they are, and few of them repeat themselves at the same time."""
+"""More rows get no drafts: they fill a pass as they are, and few of them repeat themselves at the same time."""
 
 _MOST_DRAFTED: Final = 7
 """Tokens of a draft."""
@@ -130,19 +126,14 @@ _MOST_INPUTS: Final = 16
 
 
 class Drafts:
-    """
-    Attributes:
-        n_drafted, n_accepted: tokens so far.
-    """
+    """Makes the drafts of a step, and counts their tokens."""
 
     def __init__(self) -> None:
         self.n_drafted = self.n_accepted = 0
 
     def of_step(self, order: Sequence[Row], next_tokens: Any) -> dict[Row, list[int]]:
-        """The drafts of a step, for the rows that get one.
-
-        Waits for the pass before only if a row repeats itself: else it is dispatched first and read later.
-        """
+        """The drafts of a step, for the rows that get one. Waits for the pass before only if a row repeats itself;
+        otherwise this pass is dispatched before that one is read."""
         if len(order) > MOST_ROWS:
             return {}
         for row in order:
@@ -153,7 +144,7 @@ class Drafts:
         for row, token in zip(order, next_tokens.tolist(), strict=True):
             row.lookup.add(token)
             if row.guide is not None:
-                continue  # it tells what may follow a token only once that is drawn
+                continue  # a guide knows what may follow a token only after that is drawn
             # None in a row's first step: a row that has ended may be here for its last token only.
             if row.lookup.is_repeating and row.has_generated and row.n_left > 1 and token not in row.end_ids:
                 repeating.append(row)
@@ -166,11 +157,7 @@ class Drafts:
         return found
 
     def accepted(self, row: Row, draft: Sequence[int], drawn: Sequence[int]) -> int:
-        """How many tokens of a draft are right.
-
-        Args:
-            drawn: what the row draws after each of its inputs.
-        """
+        """How many tokens of a draft are right. `drawn`: the row's draws after each of its inputs."""
         n = next((i for i, (token, own) in enumerate(zip(draft, drawn, strict=False)) if token != own), len(draft))
         row.lookup.note(len(draft), n)
         self.n_drafted += len(draft)
@@ -179,12 +166,12 @@ class Drafts:
 
 
 def processed(of_inputs: Sequence[Row], inputs: mx.array, logits: mx.array, contexts: list[mx.array]) -> mx.array:
-    """
+    """Logits (inputs, vocabulary) after the rows' processors.
+
     Args:
         of_inputs: the row of each input; a row's inputs follow each other.
         inputs: token ids, (inputs,).
-        logits: (inputs, vocabulary).
-        contexts: arrays to be computed with the result are added to it.
+        contexts: gets the arrays to be computed with the result.
     """
     if not any(row.processors for row in of_inputs):
         return logits
@@ -201,14 +188,7 @@ def processed(of_inputs: Sequence[Row], inputs: mx.array, logits: mx.array, cont
 
 
 def drawn(of_inputs: Sequence[Row], logprobs: mx.array) -> mx.array:
-    """
-    Args:
-        of_inputs: the row of each input, in the order in which its tokens are drawn.
-        logprobs: (inputs, vocabulary), normalised.
-
-    Returns:
-        token ids, (inputs,).
-    """
+    """Token ids, (inputs,), drawn by each input's row, in order. `logprobs`: (inputs, vocabulary), normalised."""
     likeliest = mx.argmax(logprobs, axis=-1)
     if all(row.sampler is None for row in of_inputs):
         return likeliest

@@ -1,9 +1,8 @@
 """`Generator` over rows with caches of their own, without padding and without copies of long rows. Engine thread.
 
-Owns the rows in prefill and a row's way to decoding. Where all layers are full attention, the prompt tokens of all rows
-go through the model in one pass, as a batch of single tokens; other models get one row after the other. For models
-whose full attention goes through mlx-lm's function (`attention.py`); their window and recurrent layers stay in mlx-lm's
-batch caches.
+Owns the rows in prefill and a row's way to decoding. If all layers are full attention, the prompt tokens of all rows go
+through the model in one pass, as a batch of single tokens; other models get one row after the other. Full attention has
+to go through mlx-lm's function (`attention.py`); window and recurrent layers stay in mlx-lm's batch caches.
 """
 
 import logging
@@ -28,10 +27,11 @@ from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
 
 @dataclass(eq=False)
 class PrefillRow:
-    """
+    """A row in prefill.
+
     Attributes:
         caches: the model's own, one per layer.
-        prefix: what comes before them.
+        prefix: the tokens before those in `caches`.
         tokens: those in both.
         segments: token ids to prefill; the last segment's last token is left for the first step of decoding.
     """
@@ -93,11 +93,7 @@ class PrefillRow:
 
 
 class PrefillRows:
-    """
-    Attributes:
-        rows: in the order in which they came.
-        is_together: whether the tokens of several rows may go through the model in one pass.
-    """
+    """The rows in prefill, by arrival. `is_together`: tokens of several rows may go through the model in one pass."""
 
     def __init__(self, model: Any, *, is_together: bool) -> None:
         self._model = model
@@ -117,7 +113,6 @@ class PrefillRows:
         return ready
 
     def next(self, chunk_tokens: int) -> list[Prefilled]:
-        """Prefill up to `chunk_tokens` tokens of each row."""
         n_segments = [len(row.segments) for row in self.rows]
         taken = [row.take(chunk_tokens) for row in self.rows]
         if self.is_together and (len(self.rows) > 1 or any(row.prefix for row in self.rows)):
@@ -150,13 +145,10 @@ class PrefillRows:
 
 
 def _make_room(caches: list[Any], spec: ModelCacheSpec, n_tokens: int, n_left: int, n_shared: int) -> None:
-    """Let the caches of full attention hold `n_tokens` tokens, or each chunk would copy all chunks before it. New ones
-    have room for some of `n_left` more, too.
+    """Give the caches of full attention room for `n_tokens` tokens; otherwise each chunk would copy all chunks before
+    it. New arrays have room for some of `n_left` more. The caches' first `n_shared` tokens are dropped.
 
-    Their first `n_shared` tokens are dropped.
-
-    Evaluated, because a copy of another row's cache that is yet to be made would keep that row from being updated in
-    place.
+    Evaluated: a copy of another row's cache that is yet to be made would keep that row from being updated in place.
     """
     room = room_for(n_tokens, n_left, is_shared=False)
     least = min(room, n_tokens + GROW_STEPS)  # then a row grows while it decodes
@@ -174,8 +166,8 @@ def _make_room(caches: list[Any], spec: ModelCacheSpec, n_tokens: int, n_left: i
 def _moved(
     array: mx.array | None, kept: range, shape: tuple[int, ...], layer: LayerSpec, spec: ModelCacheSpec, *, least: int
 ) -> mx.array:
-    """An array that begins with the tokens `kept` of `array`: the same one if it has room for `least` tokens, else a
-    new one of `shape`."""
+    """The tokens `kept` of `array`: in the same array if it has room for `least` tokens, else in a new one of
+    `shape`."""
     if array is not None and not kept.start and array.shape[2] >= least:
         return array
     other = mx.zeros(shape, getattr(mx, spec.dtype)).view(mlx_dtype(layer, spec))
@@ -185,7 +177,7 @@ def _moved(
 
 
 _CLEAR_STEPS: Final = 512
-"""Memory that MLX keeps for reuse is given back after so many steps, as mlx-lm does."""
+"""MLX's memory for reuse is freed after so many steps, as mlx-lm does."""
 
 
 _log = logging.getLogger(__name__)
@@ -226,7 +218,7 @@ class RowsGenerator(Generator):
         return prefilled, outputs
 
     def _join_ready(self) -> list[Prefilled]:
-        """Let rows decode whose prompt is prefilled but for its last token, which the step that follows feeds."""
+        """Let rows decode whose prompt is prefilled but for its last token, which the following step feeds."""
         ready = self._prefill.pop_ready()
         if ready:
             decoding = [row.decoding() for row in ready]
@@ -271,11 +263,11 @@ class RowsGenerator(Generator):
             self._prefill.rows.remove(row)
 
     def close(self) -> None:
-        """Nothing to give back: the caches go with it."""
+        """Nothing to free: the caches go with it."""
 
 
 def why_not_in_rows(model: Any, spec: ModelCacheSpec) -> str | None:
-    """``None`` if `model` has full attention, and runs a step over two rows of unequal length; else the reason."""
+    """``None`` if `model` has full attention and runs a step over two rows of unequal length; else the reason."""
     if not spec.full_layers:
         return "it has no full attention"
     if not can_be_batched(model):

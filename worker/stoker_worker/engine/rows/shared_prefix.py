@@ -1,7 +1,7 @@
 """The first tokens of several rows, in memory once. Engine thread.
 
-Owns their keys and values, which never change: each row's own arrays begin after them. They are in memory as long as a
-row refers to them.
+Owns their keys and values, which never change and live as long as a row refers to them. Each row's own arrays begin
+after them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,10 +16,7 @@ from stoker_worker.models.cache_probe import leaves, nested
 
 @dataclass(frozen=True, eq=False)
 class StoredPrefix:
-    """
-    Attributes:
-        keys, values: of every layer, (1, n_kv_heads, n_tokens, dim).
-    """
+    """Keys and values of every layer, (1, n_kv_heads, n_tokens, dim)."""
 
     keys: list[mx.array]
     values: list[mx.array]
@@ -48,11 +45,7 @@ class SharedPrefix:
         return mx.concatenate([first_keys, keys], axis=2), mx.concatenate([first_values, values], axis=2)
 
     def whole(self, caches: Sequence[KVCache]) -> list[KVCache]:
-        """A row's caches from its first token on, lazily.
-
-        Args:
-            caches: of its tokens after the prefix.
-        """
+        """A row's caches from its first token on, lazily, from `caches` of its tokens after the prefix."""
         joined = []
         for index, cache in enumerate(caches):
             both = KVCache()
@@ -69,7 +62,7 @@ def split(caches: Any, n_tokens: int) -> tuple[SharedPrefix, Any]:
         caches: the row's own, all of full attention; emptied, so that nearly nothing is in memory twice.
 
     Returns:
-        The prefix, and caches of the tokens after it with as much room after them as before.
+        The prefix, and caches of the tokens after it with as much room behind them as before.
     """
     keys, values, rest = [], [], []
     for cache in leaves(caches):
@@ -96,5 +89,5 @@ def _apart(array: mx.array, n_tokens: int) -> tuple[mx.array, mx.array]:
 
 
 def stored_bytes(prefixes: Iterable[SharedPrefix | None]) -> int:
-    """Bytes of all that the prefixes refer to, each counted once."""
+    """Bytes of the stored prefixes, each counted once."""
     return sum(stored.nbytes for stored in {prefix.stored for prefix in prefixes if prefix is not None})
