@@ -1,8 +1,7 @@
 """The engine: one continuous batch within a KV memory budget. Engine thread only.
 
-Owns the steps: their prefill and decode, the ends of sequences, and the recovery from a step that breaks.
-Does not know agents, jobs, disk or Redis: work comes in as token ids and a restored prefix, and leaves as tokens, text
-and new cache bytes.
+Owns the steps: prefill, decode, the ends of sequences, and the recovery from a step that breaks. Does not know agents,
+jobs, disk or Redis: work comes in as token ids and a restored prefix, and leaves as tokens, text and new cache bytes.
 """
 
 import logging
@@ -41,7 +40,7 @@ from stoker_worker.ports import (
 from stoker_worker.ports.model import Batching
 
 _MOST_BREAKS: Final = 2
-"""After so many steps that broke while a sequence ran alone, the sequence is failed."""
+"""A sequence fails after so many steps that broke while it ran alone."""
 
 _log = logging.getLogger(__name__)
 
@@ -63,13 +62,13 @@ class BlockPoolBatchEngine(GenerationEnginePort):
         shares_beginnings: bool = False,
         resumes_at_snapshots: bool = False,
     ) -> None:
-        """
+        """`model` is an mlx-lm model, evaluated on this thread.
+
         Args:
-            model: an mlx-lm model, evaluated on this thread.
             make_generator: makes an empty generator; called again after a step that broke.
-            max_batch, max_prefilling: most sequences in the batch, and of those in prefill.
+            max_batch, max_prefilling: most sequences in the batch, and most of them in prefill.
             shares_beginnings: whether prompts that begin alike are prefilled once, wherever they part.
-            resumes_at_snapshots: whether they are, as far as a snapshot is taken for that.
+            resumes_at_snapshots: whether they are prefilled once up to a snapshot that is taken for that.
         """
         self._model = model
         self._loaded = loaded
@@ -120,10 +119,7 @@ class BlockPoolBatchEngine(GenerationEnginePort):
         return sequence.uid
 
     def _make_sequence(self, uid: int, work: GenerationWork) -> Sequence:
-        """
-        Raises:
-            ValueError: the restored prefix is not one of this model, or its memory is still in use.
-        """
+        """Raises `ValueError` if the restored prefix is not one of this model, or its memory is still in use."""
         request, prefix = work.request, work.prefix
         work = replace(work, prefix=None, is_saved=work.is_saved and self._loaded.has_memory)
         stops = StopScanner(self._tokenizer, request.stop, min_tokens=request.min_tokens) if request.stop else None
@@ -137,10 +133,7 @@ class BlockPoolBatchEngine(GenerationEnginePort):
         return sequence
 
     def step(self) -> list[CompletedGeneration]:
-        """One decode step of every sequence in the batch and one chunk of prefill.
-
-        Only the caches of sequences that end in this step are copied out; the others are not disturbed.
-        """
+        """One decode step of every sequence in the batch and one chunk of prefill. Ends do not disturb the others."""
         ended: list[CompletedGeneration] = []
         try:
             ended.extend(self._step())
@@ -188,7 +181,7 @@ class BlockPoolBatchEngine(GenerationEnginePort):
         self._width.went_well(decoding + prefilling)
 
     def _measure(self, step_s: float, decoding: int, prefilled: list[Prefilled]) -> None:
-        """Let the budget learn from a step, unless its only prefill was sequences that turned to decoding."""
+        """Let the budget learn from a step, unless its only prefill was the last tokens of prompts."""
         scheduler = self._scheduler
         moved = [x.n_tokens - scheduler.prefilling[x.uid].n_prefilled for x in prefilled if not x.at_prompt_end]
         if any(moved) or len(moved) == len(prefilled):
@@ -196,12 +189,8 @@ class BlockPoolBatchEngine(GenerationEnginePort):
             self._budget.note(step_s, decoding=decoding, wanting=wanting, prefill_tokens=sum(moved))
 
     def _after_prefill(self, prefilled: Iterable[Prefilled]) -> Iterator[CompletedGeneration]:
-        """Note the progress of prefill, and take the snapshots of each sequence: where its prompt is cut, and just
-        before its last token.
-
-        One token earlier than the end of the prompt, because the same prompt may come again, and a model must see at
-        least one token of it.
-        """
+        """Note the progress of prefill, and take each sequence's snapshots: where its prompt is cut, and just before
+        its last token: the same prompt may come again, and a model must see at least one token of it."""
         scheduler = self._scheduler
         for at in prefilled:
             sequence = scheduler.prefilling[at.uid]
@@ -240,7 +229,7 @@ class BlockPoolBatchEngine(GenerationEnginePort):
         sequence.add(token)
 
     def _preempt(self, victim: Sequence) -> Iterator[CompletedGeneration]:
-        """Take a sequence out of the batch with its state; it comes back as if it had never left."""
+        """Take a sequence out of the batch with its state; it returns as if it had never left."""
         assert victim.generator_uid is not None
         out = self._generator.take_out(victim.generator_uid)
         self._scheduler.preempt(victim)
@@ -252,8 +241,8 @@ class BlockPoolBatchEngine(GenerationEnginePort):
                 yield self._end(victim, out.caches)
 
     def _end(self, sequence: Sequence, caches: list[Any] | None, n_after: int = 0) -> CompletedGeneration:
-        """The sequence has ended. `caches` are its own, if the generator has returned them already; `n_after` tokens
-        after its end are in them too."""
+        """End a sequence. `caches` are its own, if the generator has returned them already. Its cache also has the
+        `n_after` tokens behind its end."""
         if caches is None:
             assert sequence.generator_uid is not None
             out = self._generator.take_out(sequence.generator_uid)
@@ -308,8 +297,8 @@ def assemble(
     """An engine over `model` with `max_bytes` of KV memory, in the mode of `loaded`.
 
     Args:
-        draft_ngram: whether rows may get drafts, where the mode is in rows and all layers are full attention.
-        make: a trial has an engine of its own kind.
+        draft_ngram: whether rows may get drafts, if all layers are full attention.
+        make: makes the engine; a trial has its own kind.
     """
     batching = loaded.mode.batching
     if batching in (Batching.ONE_AT_A_TIME, Batching.AS_MLX_LM):

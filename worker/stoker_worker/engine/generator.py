@@ -40,10 +40,10 @@ class SequenceStart:
     Attributes:
         segments: token ids to prefill; the generator reports the end of each segment.
         caches: the model's own caches, holding `cached_ids`; ``None`` for a fresh start.
-        prefix: from `Generator.share`: the first of `cached_ids`, which the sequence need not hold itself.
+        prefix: from `Generator.share`: the first of `cached_ids`, which the generator drops from `caches`.
         guide: at its place after the last token of `segments`.
         end_ids: a generated token of these is the sequence's last.
-        scorer: gets the logits of the prompt's tokens, but for those of the last one.
+        scorer: gets the logits of the prompt's tokens, but not of the last one.
     """
 
     segments: list[list[int]]
@@ -60,7 +60,7 @@ class SequenceStart:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """Progress of a sequence's prefill: `n_tokens` of those it was inserted with."""
+    """Progress of a sequence's prefill: `n_tokens` of the tokens that it was inserted with."""
 
     uid: int
     n_tokens: int
@@ -70,7 +70,7 @@ class Prefilled:
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """A sequence's next token, which is in its cache now. `caches` are set with its last token."""
+    """A sequence's next token, which is in its cache now. `caches` comes with its last token."""
 
     uid: int
     token: int
@@ -80,10 +80,8 @@ class TokenOutput:
 
 @dataclass(frozen=True)
 class TakenOut:
-    """A sequence's caches and the number of tokens in them; `pending` was sampled and is not in them.
-
-    Until the caches are evaluated, they refer to a prefix that others share instead of having a copy of it.
-    """
+    """A sequence's caches with `n_tokens` tokens, and `pending`, which was sampled and is not in them. Until they are
+    evaluated, they refer to a shared prefix instead of having a copy of it."""
 
     caches: list[Any]
     n_tokens: int
@@ -92,31 +90,27 @@ class TakenOut:
 
 
 class Generator(Protocol):
-    """Decodes some sequences and prefills others, step by step. Caches that cannot be cut have no `beginning`, and
-    share none."""
+    """Decodes some sequences and prefills others, step by step."""
 
     def insert(self, start: SequenceStart) -> int: ...
     def next(self, chunk_tokens: int) -> tuple[list[Prefilled], list[TokenOutput]]:
-        """One decode step of every sequence that decodes, and up to `chunk_tokens` tokens of every one in prefill.
-
-        A step may bring a sequence several tokens; they follow each other.
-        """
+        """One decode step of every sequence that decodes, and up to `chunk_tokens` tokens of every one in prefill. A
+        sequence may get several consecutive tokens."""
         ...
 
     def peek(self, uid: int) -> list[Any]:
-        """A sequence's own caches, lazily: only the arrays that are evaluated cost anything."""
+        """A sequence's own caches, lazily: only arrays that are evaluated cost anything."""
         ...
 
     def beginning(self, uid: int, n_tokens: int) -> list[Any]:
-        """Copies of the first `n_tokens` tokens of a sequence's caches, for another sequence."""
+        """Copies of a sequence's first `n_tokens` tokens, for another one. Raises `ValueError` if they cannot be
+        cut."""
         raise ValueError("these caches cannot be cut")
 
     def share(self, uid: int, n_tokens: int) -> Any:
-        """The first `n_tokens` tokens of a sequence's caches, for other sequences to refer to.
-
-        Returns:
-            What `SequenceStart` takes. It has `n_tokens` and `stored`: what is in memory, with as many tokens or more.
-        """
+        """The first `n_tokens` tokens of a sequence's caches, for other sequences to refer to by
+        `SequenceStart.prefix`. The value has `n_tokens`, and `stored`: the tokens in memory, so many or more. Raises
+        `ValueError` if the caches cannot be cut."""
         raise ValueError("these caches cannot be cut")
 
     def take_out(self, uid: int) -> TakenOut: ...

@@ -1,9 +1,8 @@
-"""KV memory as numbers: how much room rows take, what a batch costs in blocks, and a pool of blocks. Pure: no arrays;
-engine thread.
+"""KV memory as numbers: the room that rows take, the blocks that a batch costs, and a pool of blocks. Pure: no arrays;
+engine thread. The scheduler owns admission and preemption.
 
-In rows, a sequence costs its own length. mlx-lm keeps a batch as one rectangle: every sequence is as long as the
-longest one, so sequences of 4,096 and 7 x 64 tokens cost eight times 4,096. Windows and recurrent states come on top,
-as far as they grow. Admission and preemption are the scheduler's.
+In rows, a sequence costs its own length. mlx-lm keeps a batch as one rectangle, in which every sequence is as long as
+the longest: sequences of 4,096 and 7 x 64 tokens cost eight times 4,096. Windows and recurrent states come on top.
 """
 
 from collections.abc import Hashable, Sequence
@@ -14,8 +13,8 @@ from typing import Final
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ITEM_BYTES, LayerKind, ModelCacheSpec
 
 MOST_SHARED_TOKENS: Final = 256
-"""A longer row joins no other: copying it, when it comes and when it goes, costs more than the wider updates save. A
-group that grows to twice as much is dissolved."""
+"""A longer row joins no group: copying it when it comes and when it leaves costs more than wider updates save. A group
+that grows to twice this length is dissolved."""
 
 MOST_APART: Final = 64
 """Most tokens by which the rows of a group differ in length when they join: the shorter ones waste as many."""
@@ -23,23 +22,23 @@ MOST_APART: Final = 64
 _STEP_TOKENS: Final = 64
 _LONG_TOKENS: Final = 2 * MOST_SHARED_TOKENS
 _LONG_STEP_TOKENS: Final = 256
-"""A long row grows by more at a time: growing copies it."""
+"""A long row grows by more tokens at a time, because growing copies it."""
 
 GROW_STEPS: Final = 32
-"""A row alone grows in so many steps, a part of its layers in each."""
+"""A row alone in its group grows over so many steps, some of its layers in each."""
 
 SPARE_SHARE: Final = 8
-"""A group has at most one spare place for so many rows, so that a row that joins after another left is copied alone."""
+"""A group has at most one spare place for so many rows: then a row that joins after another left is copied alone."""
 
 
 def room_for(n_tokens: int, n_left: int, *, is_shared: bool) -> int:
-    """Tokens of room for a row of `n_tokens` that may generate `n_left` more; it may have to grow later."""
+    """Tokens of room for a row of `n_tokens` that may generate `n_left` more, and may have to grow for them."""
     step = _STEP_TOKENS if is_shared or n_tokens <= _LONG_TOKENS else _LONG_STEP_TOKENS
     return -(-(n_tokens + min(n_left, step)) // step) * step
 
 
 def most_room(n_tokens: int) -> int:
-    """Most tokens of room that a row of `n_tokens` takes, its share of spare places included."""
+    """Most tokens of room for a row of `n_tokens`, with its share of spare places."""
     if n_tokens > _LONG_TOKENS:
         return n_tokens + 2 * _LONG_STEP_TOKENS
     place = n_tokens + MOST_APART + 2 * _STEP_TOKENS
@@ -65,7 +64,7 @@ class KVCost:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block: 256 tokens of all full-attention layers, or a whole sequence where there are none."""
+        """Bytes of 256 tokens in all layers that grow with the tokens; without such layers, of a whole sequence."""
         return BLOCK_TOKENS * self._token_bytes or max(1, self._beside(self.prefill_tokens))
 
     def of_batch(self, decoding: Sequence[int], prefilling: Sequence[int]) -> list[int]:
@@ -78,7 +77,7 @@ class KVCost:
         if self.in_rows:
             return [self._blocks(n, beside=longest) for n in (*decoding, *prefilling)]
         whole = self.sequence_blocks(longest)
-        # Prompts that are prefilled together are padded by as much as the longest one is ahead of one that ends.
+        # Of prompts that are prefilled together, those with a shorter chunk are padded to the longest one.
         ahead = self.prefill_tokens if len(prefilling) > 1 else 0
         padded = max(whole, self.sequence_blocks(max(prefilling, default=0) + ahead))
         return [*(whole for _ in decoding), *(padded for _ in prefilling)]
@@ -88,19 +87,16 @@ class KVCost:
         return self._blocks(n_tokens, beside=n_tokens)
 
     def _blocks(self, n_tokens: int, *, beside: int) -> int:
-        """
-        Args:
-            beside: the longest sequence beside this one: windows are one rectangle in any case.
-        """
+        """`beside` is the length of the longest sequence in the batch: windows are one rectangle in any case."""
         room = most_room(n_tokens) if self.in_rows else n_tokens + _SLACK_TOKENS
         return -(-(self._token_bytes * room + self._beside(beside)) // self.block_bytes)
 
     def prefix_blocks(self, n_tokens: int) -> int:
-        """Blocks of tokens that several sequences begin with, in rows of full attention only."""
+        """Blocks of a prefix that several sequences share, in rows of full attention only."""
         return -(-self._token_bytes * n_tokens // self.block_bytes)
 
     def longest_sequence(self, n_blocks: int) -> int:
-        """Most tokens of a sequence that has `n_blocks` blocks to itself; 0 when not even one token fits."""
+        """Most tokens of a sequence that has `n_blocks` blocks to itself; 0 if not even one token fits."""
         low, high = 0, (n_blocks + 1) * BLOCK_TOKENS if self._token_bytes else 2**31
         while low < high:
             middle = (low + high + 1) // 2
@@ -109,7 +105,7 @@ class KVCost:
 
     @cached_property
     def _token_bytes(self) -> int:
-        """Bytes of one token in every layer that may grow with the tokens, layers that cannot be stored included."""
+        """Bytes of one token in all layers that may grow with the tokens, also in those that cannot be stored."""
         layers = [layer for layer in self.spec.layers if layer.kind in (LayerKind.FULL, LayerKind.UNKNOWN)]
         return sum(layer.elements_per_token for layer in layers) * ITEM_BYTES.get(self.spec.dtype, 4)
 
@@ -126,11 +122,8 @@ class KVCost:
 
 
 class BlockPool:
-    """`total` blocks, given to holders. Every call takes the same time, however many blocks there are.
-
-    Attributes:
-        preemptions: how often a sequence had to give its blocks back before its end.
-    """
+    """`total` blocks, given to holders, in a time that does not depend on their number. `preemptions` counts the
+    sequences that had to give theirs back before their end."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -147,11 +140,10 @@ class BlockPool:
         return self._used
 
     def held(self, holder: Hashable) -> int:
-        """Blocks that `holder` holds."""
         return self._held.get(holder, 0)
 
     def resize(self, holder: Hashable, blocks: int) -> bool:
-        """Let `holder` hold `blocks` blocks from now on; ``False``, and nothing changes, when too few are free."""
+        """Let `holder` hold `blocks` blocks from now on; ``False``, and nothing changes, if too few are free."""
         more = blocks - self._held.get(holder, 0)
         if more > self.free:
             return False

@@ -1,7 +1,6 @@
-"""Both generators over mlx-lm's own caches: a batch in mlx-lm's `BatchGenerator`, and one sequence at a time. Engine
-thread.
+"""Both generators over mlx-lm's own caches: a batch in mlx-lm's `BatchGenerator`, and one sequence at a time.
 
-Owns all knowledge of mlx-lm's internals, such as the place of a token that is sampled and not yet in the cache.
+Owns all knowledge of mlx-lm's internals, such as the place of a token sampled and not yet in the cache. Engine thread.
 """
 
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from stoker_worker.engine.sampling import GuideProcessor, guided
 from stoker_worker.models.cache_probe import leaves
 
 MOST_PREFILLING: Final = 8
-"""Most sequences prefilled together, mlx-lm's own number: their chunks are padded to the longest."""
+"""Most sequences prefilled together, as in mlx-lm: their chunks are padded to the longest."""
 
 
 @dataclass
@@ -93,8 +92,8 @@ class BatchedGenerator(Generator):
         self._generator.close()
 
     def _prefill_pass(self, inputs: mx.array, cache: list[Any]) -> mx.array:
-        """The model, as mlx-lm's prompt batch calls it: once a step, with some tokens of each prompt, padded on the
-        right. Sequences that leave the batch call it for their last token too, with other caches."""
+        """The model as mlx-lm's prompt batch calls it: once a step, with some tokens of each prompt, padded on the
+        right. It is also called for the last token of sequences that leave the batch, with other caches."""
         logits: mx.array = self._model(inputs, cache=cache)
         batch = self._generator._prompt_batch
         if cache is batch.prompt_cache:
@@ -113,10 +112,7 @@ class SingleGenerator(Generator):
     """Holds one sequence; the engine inserts no second one."""
 
     def __init__(self, model: Any, *, chunk_tokens: int | None = None) -> None:
-        """
-        Args:
-            chunk_tokens: prefill in chunks of this size, whatever `next` is given.
-        """
+        """`chunk_tokens`: the size of prefill's chunks, if not that given to `next`."""
         self._model = model
         self._chunk_tokens = chunk_tokens
         self._uid = -1

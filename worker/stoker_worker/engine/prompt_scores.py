@@ -1,7 +1,7 @@
 """Log-probabilities of one prompt's tokens, from the logits of its prefill. Engine thread.
 
 Owns which of the prompt's tokens are scored, and their scores so far. The generator hands over the logits of each pass;
-only the entries that were asked for leave MLX. Nothing here raises into a pass, which other sequences share.
+only the entries that were asked for leave MLX. Nothing here raises into a pass, because other sequences share it.
 """
 
 from typing import Any, Final, Self
@@ -18,21 +18,14 @@ MOST_TOKENS: Final = 512
 in 16 bits with a vocabulary of 150,000."""
 
 _SLICE_TOKENS: Final = 128
-"""So many tokens have log-probabilities in float32 at a time."""
+"""Tokens whose log-probabilities are in memory in float32 at a time."""
 
 
 class PromptScorer:
-    """Scores the tokens [start, end) of a prompt. Implements `generator.Scorer`.
-
-    Attributes:
-        error: the exception that `take` raised; the sequence is failed with it.
-    """
+    """Scores a prompt's tokens from `start` on, and the `n_top` likeliest in the place of each. Implements
+    `generator.Scorer`. `error` is the exception that `take` met; the engine fails the sequence with it."""
 
     def __init__(self, ids: tuple[int, ...], start: int, n_top: int, tokenizer: TokenizerPort) -> None:
-        """
-        Args:
-            n_top: likeliest tokens in the place of each.
-        """
         self.error: Exception | None
         self._ids = ids
         self._start = start
@@ -44,7 +37,7 @@ class PromptScorer:
 
     @classmethod
     def of(cls, work: GenerationWork, tokenizer: TokenizerPort) -> Self | None:
-        """``None`` if the work's prompt is not to be scored."""
+        """``None`` if the prompt is not to be scored."""
         request = work.request
         if request.prompt_logprobs is None:
             return None
@@ -57,14 +50,14 @@ class PromptScorer:
 
     @property
     def n_reusable(self) -> int:
-        """Most tokens of the prompt whose cache may be reused: the logits of the others are needed."""
+        """Most tokens of the prompt whose cache may be reused: the logits after the others are needed."""
         return max(0, self._start - 1)
 
     def take(self, logits: mx.array, n_before: int) -> None:
-        """The logits of some of the sequence's tokens.
+        """Score tokens by the logits of some of the sequence's tokens.
 
         Args:
-            logits: (tokens, vocabulary), not evaluated; never is if none of them is needed.
+            logits: (tokens, vocabulary), not evaluated; stays so if none of them is needed.
             n_before: tokens of the sequence before them.
         """
         first = self._start + len(self._content) - 1  # its logits are those of the first token without a score
@@ -79,10 +72,7 @@ class PromptScorer:
             self.error = error
 
     def result(self) -> PromptLogprobs:
-        """
-        Raises:
-            RuntimeError: some tokens have no scores.
-        """
+        """Raises `RuntimeError` if some tokens have no scores."""
         if self._start + len(self._content) != len(self._ids):
             raise RuntimeError(f"{len(self._content)} tokens from {self._start} on of {len(self._ids)} have scores")
         return PromptLogprobs(start=self._start, content=self._content)
@@ -107,7 +97,7 @@ class PromptScorer:
 
 
 def _likeliest(logprobs: mx.array, n: int) -> mx.array:
-    """Ids of the `n` largest of each row, in any order: (rows, n)."""
+    """Ids of the `n` largest entries of each row, in any order: (rows, n)."""
     n = min(n, logprobs.shape[-1])
     if n == 1:
         return mx.argmax(logprobs, axis=-1, keepdims=True)

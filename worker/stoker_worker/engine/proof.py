@@ -1,7 +1,7 @@
-"""Tries a model before it is served: finds the widest mode in which each sequence answers as alone. Engine thread.
+"""Tries a model before it is served: finds the widest mode in which each sequence answers as it does alone.
 
 Owns the order in which modes are tried, the time that the proof may take, and the memory of earlier verdicts.
-`trial.py` runs one trial. No architecture is known by name here: only the model's behaviour counts.
+`trial.py` runs one trial. No architecture is known by name: only the model's behaviour counts. Engine thread.
 """
 
 import hashlib
@@ -44,19 +44,13 @@ from stoker_worker.ports import LoadedModel
 from stoker_worker.ports.model import WIDEST_FIRST, Batching, ServingMode
 
 _NAMES: Final = re.compile(r"^(?!.*(dim|head)).*(window|top_?k|sparse|chunk|block)", re.ASCII)
-"""A dimension or a number of heads is no number of tokens."""
+"""A dimension or a number of heads is not a number of tokens."""
 
 
 def spans(config: Any, windows: Collection[int]) -> set[int]:
-    """
-    Args:
-        config: a dataclass or a mapping; configs and lists inside it count as well.
-        windows: those that the layers' caches have.
-
-    Returns:
-        `windows`, each number whose name is like that of a span, and the products of two of these: a sparse budget is
-        often configured as a number of blocks and their size.
-    """
+    """Numbers of tokens at which a model's attention may change: `windows` (of the layers' caches), the numbers in
+    `config` (a dataclass or a mapping, with others inside) whose names are like those of spans, and the products of two
+    of these, because a sparse budget is often configured as a number of blocks and their size."""
     numbers = {(name, n) for name, n in _numbers("", config) if _NAMES.search(name)}
     products = (first * second for (_, first), (_, second) in combinations(numbers, 2))
     return {*windows, *(n for _, n in numbers), *products}
@@ -79,10 +73,10 @@ _VERSIONS: Final = ("mlx", "mlx-lm", "stoker")
 
 @dataclass(frozen=True)
 class Verdict:
-    """
+    """The widest mode that is right.
+
     Attributes:
-        mode: the widest mode that is right.
-        why: the faults of wider modes, and the trials that were left out; empty when there is nothing to report.
+        why: the faults of wider modes, and the trials left out; empty if there is nothing to report.
         may_pass: whether a wider mode failed for a reason that may pass by itself.
     """
 
@@ -100,11 +94,7 @@ def remembered_or_proved(
     device: str,
     prove: Callable[[], Verdict],
 ) -> Verdict:
-    """The verdict on a model: the remembered one, or that of `prove`.
-
-    Args:
-        memo: JSON file of earlier verdicts; ``None``: every start proves anew.
-    """
+    """The verdict on a model in the JSON file `memo`, else that of `prove`; without a `memo`, always the latter."""
     versions = {name: version(name) for name in _VERSIONS}
     parts = json.dumps([fingerprint, max_batch, draft_ngram, device, versions], sort_keys=True)
     key = hashlib.sha256(parts.encode()).hexdigest()
@@ -130,7 +120,7 @@ def _verdict(entry: Any) -> Verdict | None:
 
 
 MOST_S: Final = 30.0
-"""About as long as the trials of each mode may take. Later starts do not try what was left out."""
+"""About as long as the trials of each mode may take. Later starts do not catch up on trials that are left out."""
 
 _TRIAL_COSTS: Final = 3.0
 """The reference and one trial together take so many times as long as the reference."""
@@ -158,7 +148,7 @@ def prove(
         model: an mlx-lm model, evaluated on this thread.
         max_batch: most sequences that will run together.
         draft_ngram: whether rows will get drafts.
-        most_s: seconds; what takes longer is not tried, nor are long sequences for which memory is short.
+        most_s: seconds. Longer trials are left out, and so are long sequences for which memory is short.
     """
     runs_in_rows = why_not_in_rows(model, loaded.spec) is None
     try:
@@ -209,7 +199,7 @@ def _widest(found_in: Callable[..., Found], candidates: Iterable[ServingMode], p
 
 
 def _candidates(model: Any, loaded: LoadedModel, runs_in_rows: bool) -> Iterator[ServingMode]:
-    """Modes to try, the widest first; mlx-lm's own way is not tried, since others are compared with it."""
+    """Modes to try, the widest first, without mlx-lm's own, with which the others are compared."""
     batched = can_be_batched(model)
     for mode in WIDEST_FIRST:
         if mode.batching == Batching.ROWS and not runs_in_rows:
@@ -223,10 +213,10 @@ def _candidates(model: Any, loaded: LoadedModel, runs_in_rows: bool) -> Iterator
 def _plan(
     model: Any, loaded: LoadedModel, max_batch: int, runs_in_rows: bool, most_s: float
 ) -> tuple[list[TrialPlan], str]:
-    """The sequences to try: across windows and sparse budgets, and with common beginnings, where there is time.
+    """The sequences to try: across windows and sparse budgets, and with common beginnings, if there is time.
 
     Returns:
-        the plans, and what is not tried, for the log; empty if nothing is left out.
+        the plans, and the trials left out, as a text for the log; empty if there are none.
     """
     most = loaded.context_tokens
     # After real text: after random tokens a model's distribution is flat, and differences drown in noise.
@@ -249,10 +239,8 @@ def _plan(
 
 
 def _reached(model: Any, plans: Sequence[TrialPlan], within_s: float) -> int:
-    """Tokens of the longest sequence of a plan whose reference takes at most `within_s`.
-
-    Measured by a prefill that stops when that time is over, because short ones are much slower for each token.
-    """
+    """Tokens of the longest sequence of a plan whose reference takes at most `within_s`. Measured by a prefill that
+    stops after that time, because short prefills are much slower for each token."""
     if not plans:
         return 0
     longest = max(plans, key=lambda one: one.longest)

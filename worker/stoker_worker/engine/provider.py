@@ -1,6 +1,6 @@
-"""From the settings to an engine: loads the model, decides its mode, assembles the engine. Runs on the engine thread.
+"""From the settings to an engine: loads the model, decides its mode, assembles the engine. Engine thread.
 
-Owns the defaults that depend on the device. MLX is imported by its methods only, after the BLAS has been preloaded.
+Owns the defaults that depend on the device. MLX is imported inside functions only, after the BLAS has been preloaded.
 """
 
 import logging
@@ -18,15 +18,12 @@ from stoker_worker.ports.model import USUAL_JOBS, Batching, MaxBatch, ServingMod
 from stoker_worker.settings import WorkerSettings
 
 _USUAL_TOKENS: Final = 1024
-"""As many sequences of this length must fit into the KV memory at once: jobs that wait for it hold memory beside it."""
+"""By default, no more jobs are in flight than sequences of this length fit into the KV memory: a job that waits for KV
+memory holds other memory meanwhile."""
 
 
 def default_max_batch(spec: ModelCacheSpec, *, kv_bytes: int, prefill_tokens: int) -> MaxBatch:
-    """
-    Args:
-        kv_bytes: KV memory of the batch.
-        prefill_tokens: most tokens of a sequence prefilled at once.
-    """
+    """The width for `kv_bytes` of KV memory, if at most `prefill_tokens` tokens of a sequence are prefilled at once."""
     cost = KVCost(spec, prefill_tokens, in_rows=True)
     fitting = kv_bytes // cost.block_bytes // max(1, cost.sequence_blocks(_USUAL_TOKENS))
     if fitting < USUAL_JOBS:
@@ -44,7 +41,7 @@ _GPU_SHARE_OF_MEMORY: Final = 0.8  # the rest is for activations: over the limit
 
 @dataclass(frozen=True)
 class MlxProvider(ModelProviderPort):
-    """Loads `settings.model` and puts a `BlockPoolBatchEngine` over it. Implements `ModelProviderPort`."""
+    """Loads `settings.model` and makes a `BlockPoolBatchEngine` for it. Implements `ModelProviderPort`."""
 
     settings: WorkerSettings
 
@@ -89,19 +86,15 @@ class MlxProvider(ModelProviderPort):
 
     @property
     def model(self) -> str:
-        """The model's name, as the loaded model will have it."""
+        """The name that the loaded model will have."""
         from stoker_worker.models.loading import model_name
 
         assert self.settings.model is not None
         return model_name(self.settings.model, self._extras())
 
     def check_model(self) -> None:
-        """Look for the model and what is added to it, before anything is started. Of a model of the Hugging Face hub
-        only the config is fetched.
-
-        Raises:
-            ModelNotLoadable: one is missing or is not what it should be.
-        """
+        """Look for the model and the operator's additions before anything is started; of a Hugging Face model only the
+        config is fetched. Raises `ModelNotLoadable` if one is missing or invalid."""
         from stoker_worker.models.loading import check_exists
 
         assert self.settings.model is not None
@@ -113,14 +106,14 @@ class MlxProvider(ModelProviderPort):
         return ModelExtras(settings.adapter, settings.chat_template, settings.trust_remote_code)
 
     def leave_thread(self) -> None:
-        """Clear the thread's streams. MLX 0.32.4 aborts about one process in three at its exit when the streams of a
-        thread that has ended are still there."""
+        """Clear the thread's streams. MLX 0.32.4 aborts about one process in three at its exit if a thread that has
+        ended left streams behind."""
         import mlx.core as mx
 
         mx.clear_streams()
 
     def _mode(self, model: Any, loaded: LoadedModel) -> ServingMode:
-        """The widest mode that is right for the model, from a proof or from the memory of one."""
+        """The widest mode that is right for the model, by a proof or a remembered one."""
         import mlx.core as mx
 
         from stoker_worker.engine.proof import Verdict, prove, remembered_or_proved
@@ -160,7 +153,7 @@ class MlxProvider(ModelProviderPort):
 
 
 def _wire_memory() -> None:
-    """Let the system keep resident what MLX has on the GPU, up to the recommended size, until the process ends."""
+    """Let the system keep MLX's GPU memory resident, up to the recommended size, until the process ends."""
     from mlx_lm.utils import maybe_set_recommended_wired_limit
 
     if maybe_set_recommended_wired_limit() is None:

@@ -1,9 +1,8 @@
-"""From the model's logits to a sequence's next token: what the request changes in them, what a guide forbids, and the
-draw. Engine thread.
+"""From a model's logits to a sequence's next token: the request's changes, a guide's mask, and the draw. Engine thread.
 
 Nothing here raises into a step: an exception in the middle of one leaves the cache of every sequence one token ahead of
-its output. A sequence whose sampling fails goes on greedily for a step, and its `error` tells the engine to fail it; a
-guide that fails does the same, and its row goes on freely.
+its output. A sequence whose sampling fails continues greedily for a step, and the engine fails it for its `error`;
+after a guide fails, its row continues without it.
 """
 
 import os
@@ -26,11 +25,7 @@ LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 
 def make_processors(request: GenerationRequest, n_prompt: int, end_ids: frozenset[int]) -> list[LogitsProcessor]:
-    """
-    Args:
-        n_prompt: tokens of the prompt; the answer begins after them.
-        end_ids: token ids that end the sequence.
-    """
+    """The request's changes to logits. The answer begins after `n_prompt` tokens and ends with one of `end_ids`."""
     processors: list[LogitsProcessor] = []
     if request.logit_bias:
         processors.append(_bias({int(key): bias for key, bias in request.logit_bias.items()}))
@@ -54,7 +49,7 @@ def _bias(of_ids: dict[int, float]) -> LogitsProcessor:
 
 
 def _penalties(presence: float, frequency: float, n_prompt: int) -> LogitsProcessor:
-    """OpenAI's and vLLM's meaning: over all tokens of the answer, and none of the prompt."""
+    """As OpenAI and vLLM mean them: over all tokens of the answer, and none of the prompt."""
 
     def penalise(tokens: mx.array, logits: mx.array) -> mx.array:
         if tokens.size == n_prompt:
@@ -67,11 +62,8 @@ def _penalties(presence: float, frequency: float, n_prompt: int) -> LogitsProces
 
 
 def _no_end(end_ids: frozenset[int], n_tokens: int) -> LogitsProcessor:
-    """No end before the sequence has `n_tokens` tokens.
-
-    The least finite logit instead of minus infinity: where a grammar allows nothing but the end, the end is drawn, and
-    not a token at random.
-    """
+    """Forbid an end before the sequence has `n_tokens` tokens, by the least finite logit. With minus infinity, a random
+    token would be drawn where a grammar allows nothing but the end."""
 
     def forbid_end(tokens: mx.array, logits: mx.array) -> mx.array:
         if tokens.size >= n_tokens:
@@ -84,17 +76,11 @@ def _no_end(end_ids: frozenset[int], n_tokens: int) -> LogitsProcessor:
 
 
 Place = tuple[int, AnswerGuide, int | None]
-"""The index of a row in the logits, its guide, and the token that is being fed; ``None`` if the guide has had it."""
+"""The index of a row in the logits, its guide, and the token being fed; ``None`` if the guide has taken it."""
 
 
 def guided(logits: mx.array, places: Iterable[Place]) -> mx.array:
-    """
-    Args:
-        logits: (rows, vocabulary).
-
-    Returns:
-        The same values but for the rows of `places`, which have minus infinity for tokens that may not come next.
-    """
+    """The logits, (rows, vocabulary), but those of tokens that the guides in `places` forbid are minus infinity."""
     allowed, floors = np.ones(logits.shape, np.bool_), [-np.inf] * logits.shape[0]
     # Another rule, such as `min_tokens`, may have excluded every allowed token: a row must not be left without any.
     least = mx.finfo(logits.dtype).min
@@ -109,7 +95,7 @@ def guided(logits: mx.array, places: Iterable[Place]) -> mx.array:
 
 
 class GuideProcessor:
-    """A guide as a logits processor of mlx-lm, which waits for the token that is being fed."""
+    """A guide as a logits processor of mlx-lm. It waits for the token being fed."""
 
     def __init__(self, guide: AnswerGuide) -> None:
         self._guide = guide
@@ -123,7 +109,7 @@ class GuideProcessor:
 
 
 def _write_allowed(guide: AnswerGuide, token: int | None, allowed: NDArray[np.bool_]) -> bool:
-    """Write into `allowed` (vocabulary,) which tokens may come next; False, and nothing is written, if all may."""
+    """Write into `allowed`, (vocabulary,), which tokens may come next; ``False`` (nothing is written) if all may."""
     try:
         mask = guide.after(token)
     except Exception as error:  # a fault of the guide's, not of the batch
@@ -141,7 +127,7 @@ def _write_allowed(guide: AnswerGuide, token: int | None, allowed: NDArray[np.bo
 
 
 _LEAST: Final = 1e-30
-"""Least temperature and `top_p`: they draw the likeliest token, and far below float32 would leave no token at all."""
+"""Least temperature and `top_p`. They still draw the likeliest token; what float32 cannot hold would leave no token."""
 
 Filter = Callable[[mx.array], mx.array]
 """From normalised log-probabilities (1, vocabulary) to those that may be drawn."""
@@ -156,10 +142,6 @@ class SequenceSampling:
     """
 
     def __init__(self, request: GenerationRequest, *, n_prompt: int, end_ids: frozenset[int]) -> None:
-        """
-        Args:
-            n_prompt, end_ids: see `make_processors`.
-        """
         self._request = request
         self._n_prompt = n_prompt
         self._end_ids = end_ids
@@ -201,9 +183,9 @@ class SequenceSampling:
 class Sampler:
     """Draws one sequence's tokens.
 
-    Token i is drawn with a key made of (seed, i) alone, so the same seed and prompt give the same text alone
-    and in any batch; mlx-lm's own samplers draw from one random state for the whole process. Filters are applied in
-    mlx-lm's order: top_p, min_p, top_k, on the untempered distribution.
+    Token i is drawn with a key made of (seed, i) alone, so the same seed and prompt give the same text alone and in any
+    batch; mlx-lm's own samplers draw from one random state of the process. Filters are applied in mlx-lm's order:
+    top_p, min_p, top_k, on the untempered distribution.
     """
 
     def __init__(self, filters: Sequence[Filter], temperature: float, seed: int, n_drawn: int) -> None:
@@ -222,12 +204,11 @@ class Sampler:
         return mx.random.categorical(logprobs * self._inverse_temperature, key=key)
 
     def take_back(self, n_tokens: int) -> None:
-        """Forget the newest draws: they will be made again."""
+        """Forget the newest draws, which will be made again."""
         self._n_drawn -= n_tokens
 
 
 def make_sampler(request: GenerationRequest, seed: int, n_drawn: int) -> Sampler | None:
-    """A sampler for `request`, ``None`` for greedy decoding."""
     if request.temperature == 0.0:
         return None
     filters: list[Filter] = []
@@ -256,8 +237,8 @@ def token_logprob(token_id: int, logprobs: mx.array, *, n_top: int, tokenizer: T
     """The log-probability of a generated token, and those of the `n_top` likeliest in its place.
 
     Args:
-        logprobs: (vocabulary,), evaluated and normalised; after bias, penalties and a guide, before temperature
-            and filters. Tokens that a guide forbids are never among the likeliest.
+        logprobs: (vocabulary,), evaluated and normalised; after bias, penalties and a guide, before temperature and
+            filters. Tokens that a guide forbids are never among the likeliest.
     """
     values = np.asarray(logprobs.astype(mx.float32))
     likeliest = np.argsort(-values, kind="stable")[:n_top].tolist() if n_top else []
@@ -273,7 +254,7 @@ def token_logprob(token_id: int, logprobs: mx.array, *, n_top: int, tokenizer: T
 
 
 def about_token(token_id: int, tokenizer: TokenizerPort) -> dict[str, Any]:
-    """The text of a token and its bytes, as fields of `TopLogprob`."""
+    """A token's text and bytes, as fields of `TopLogprob`."""
     # A token may be part of a character: then its text has a replacement character, and its bytes are not known.
     text = tokenizer.decode([token_id])
     return {"token": text, "bytes": None if "\ufffd" in text else list(text.encode())}

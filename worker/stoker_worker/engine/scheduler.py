@@ -1,12 +1,12 @@
-"""Which sequences run now, which wait for a place, and the KV memory they hold. Engine thread.
+"""Decides which sequences run and which wait for a place, and owns the KV memory they hold. Engine thread.
 
-Owns a sequence's way from waiting through prefilling to decoding. Its tokens and its end are the engine's.
-Sequences wait in order of age. One that does not fit now lets smaller ones pass, but only so many: then the batch
-drains until it fits, so neither a large sequence nor a small one waits forever.
+A sequence's tokens and its end are the engine's. Sequences wait in order of age. One that does not fit now lets smaller
+ones pass, but only so many: then the batch drains until it fits, so neither a large sequence nor a small one waits
+forever.
 
 Prompts that begin alike are prefilled once: agents with one system prompt that arrive together would otherwise each
-prefill it, and each hold it. Where window or recurrent layers cannot be cut back, the first of them stops where the
-others leave its prompt; they wait for the state there, and go on from copies.
+prefill it, and each hold it. Window and recurrent layers cannot be cut back, so there the first prompt's prefill stops
+where the others leave it; they wait for the state at that place, and continue from copies.
 """
 
 import time
@@ -24,22 +24,19 @@ from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 from stoker_worker.ports.memory import common_length
 
 LEAST_TOKENS: Final = 64
-"""Fewer tokens are prefilled sooner than they are waited for."""
+"""Prefilling fewer tokens is faster than waiting for them."""
 
 LEAST_SHARED: Final = 256
-"""Fewer tokens are copied: rows with so little before them lie together in one array anyway."""
+"""A shorter beginning is copied: rows that short share arrays anyway."""
 
 _STEP: Final = 64
-"""A shared prefix is so many tokens or a multiple: after a system prompt, prompts go on alike by chance for a few."""
+"""A shared prefix is a multiple of so many tokens: behind a system prompt, a few more tokens are equal by chance."""
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """The first `n_tokens` tokens of `waiting`, which are those of `of` as well: a sequence in the batch.
-
-    Attributes:
-        at_cut: whether `waiting` can go on only from a snapshot there.
-    """
+    """The first `n_tokens` tokens of `waiting` and of the sequence `of` in the batch, whose prompts have them in
+    common. With `at_cut`, `waiting` can continue only from a snapshot there."""
 
     waiting: Sequence
     of: Sequence
@@ -54,8 +51,8 @@ class Beginning:
 
     @property
     def n_shared(self) -> int:
-        """How many of them need not be in memory twice. All that the two have after them is copied once; so 0, if that
-        is more than they share."""
+        """How many of them need not be in memory twice; 0 if either sequence has more tokens behind them than that,
+        because sharing copies these once."""
         if self.at_cut:
             return 0
         n, n_to_split = self.n_tokens // _STEP * _STEP, self.of.n_tokens
@@ -67,7 +64,7 @@ class Beginning:
 def shared_beginning(waiting: Sequence, in_batch: Iterable[Sequence]) -> Beginning | None:
     """The longest beginning that `waiting` has in common with a sequence in the batch, if it is worth it.
 
-    If its own caches hold as much already, the beginning is no longer than they are, and prefilled.
+    One that its own caches hold already is returned only once it is prefilled and can be shared.
     """
     key, wanted = waiting.work.shares, waiting.n_cached + LEAST_TOKENS
     least = min(wanted, LEAST_SHARED)
@@ -97,8 +94,8 @@ def beginning_at_cut(waiting: Sequence, in_batch: Iterable[Sequence]) -> Beginni
 
 
 def cuts_for(waiting: Iterable[Sequence], joining: Sequence) -> set[int]:
-    """Where the prefill of `joining` stops for those that wait: where most tokens need not be prefilled again, and
-    behind the last full block before it, where they are to leave checkpoints."""
+    """Where the prefill of `joining` stops for those that wait: at the place that saves them most tokens of prefill,
+    and at the checkpoints they are to leave, from the last full block before that place on."""
     key, least = joining.work.shares, joining.n_cached + LEAST_TOKENS
     others = (other for other in waiting if key is not None and other.work.shares == key)
     alike = [(other, _n_common(other, joining, LEAST_TOKENS)) for other in others]
@@ -122,7 +119,7 @@ def _n_common(waiting: Sequence, other: Sequence, least: int) -> int:
 
 
 Resume = Callable[[list[Any], Snapshot], list[Any]]
-"""Makes new caches, as they were at a snapshot, from those of a sequence that has come further."""
+"""Makes new caches, as they were at a snapshot, from those of a sequence that is further by now."""
 
 MOST_OVERTAKEN: Final = 32
 """Most sequences that may pass one that does not fit."""
@@ -145,12 +142,11 @@ class WaitingSequences:
         insort(self._sequences, sequence, key=lambda waiting: waiting.uid)
 
     def discard(self, sequence: Sequence) -> None:
-        """Take out `sequence`, if it is here."""
         self._sequences = [other for other in self._sequences if other is not sequence]
         self._passed.pop(sequence.uid, None)
 
     def take(self, fits: Callable[[Sequence], bool]) -> Sequence | None:
-        """Take out the sequence that comes next; ``None`` when there is none."""
+        """Take out the sequence that comes next; ``None`` if none fits."""
         for sequence in self._sequences:
             if fits(sequence):
                 self.discard(sequence)
@@ -164,12 +160,8 @@ class WaitingSequences:
 
 
 class ConcurrentScheduler:
-    """Every sequence of the engine.
-
-    Attributes:
-        waiting: sequences without a place in the batch.
-        prefilling, decoding: sequences in the batch, by the generator's uid.
-    """
+    """Every sequence of the engine: those in `waiting` have no place in the batch; `prefilling` and `decoding` have the
+    others, by the generator's uid."""
 
     def __init__(
         self,
@@ -187,7 +179,7 @@ class ConcurrentScheduler:
             width: how many sequences may be in the batch.
             max_prefilling: most of them in prefill.
             shares_beginnings: whether a sequence may take over the beginning of another one's cache, or share it.
-            resume: where it can do so only at a snapshot: makes the caches for that.
+            resume: makes caches of that beginning, for models that allow it only at a snapshot.
         """
         self._pool = pool
         self._kv_cost = kv_cost
@@ -195,7 +187,7 @@ class ConcurrentScheduler:
         self._max_prefilling = max_prefilling
         self._shares_beginnings = shares_beginnings
         self._resume = resume
-        self._joining: Sequence | None = None  # neither waiting nor in the batch: to join may break
+        self._joining: Sequence | None = None  # neither waiting nor in the batch: joining may break
         self.waiting = WaitingSequences()
         self.prefilling: dict[int, Sequence] = {}
         self.decoding: dict[int, Sequence] = {}
@@ -211,12 +203,11 @@ class ConcurrentScheduler:
         yield from self.decoding.values()
 
     def prefilled(self) -> list[Sequence]:
-        """Sequences in the batch that want no answer, and whose prompt is prefilled. They leave only after others were
-        let in, which may take over their beginnings."""
+        """Sequences in the batch whose prompt is prefilled and that want no answer. They stay until others were let in,
+        which may copy their beginnings."""
         return [sequence for sequence in self.prefilling.values() if sequence.ends_in_prefill]
 
     def by_stage(self) -> Iterator[tuple[Sequence, Stage]]:
-        """Every sequence with its stage."""
         in_batch: dict[int, Stage] = {sequence.uid: "prefill" for sequence in self.prefilling.values()}
         in_batch |= {sequence.uid: "decode" for sequence in self.decoding.values()}
         for sequence in self:
@@ -244,9 +235,9 @@ class ConcurrentScheduler:
         self._hold()
 
     def victim(self) -> Sequence | None:
-        """The youngest sequence, if the batch's next step does not fit into the pool.
+        """The youngest sequence, if the batch's next step does not fit into the pool; else ``None``.
 
-        A single sequence always fits, unless it alone keeps a prefix that is longer than what it refers to.
+        A single sequence always fits, unless it alone keeps a stored prefix that is longer than the part it uses.
         """
         in_batch = list(self.in_batch())
         if len(in_batch) == 1 and in_batch[0].prefix is None:
@@ -256,11 +247,11 @@ class ConcurrentScheduler:
         return max(in_batch, key=lambda sequence: sequence.uid)
 
     def _leaving(self) -> int:
-        """Sequences whose next token is their last, or that want none: a step ends them before it prefills, so their
-        places are free.
+        """The number of sequences that a step ends before it prefills, so that their places are free: their next token
+        is the last, or they want none.
 
-        Zero while the cause of a broken step is searched: a sequence that breaks the prefill would take its
-        neighbour's last token with it, over and over.
+        Zero while the cause of a broken step is searched: a sequence that breaks the prefill would take its neighbour's
+        last token with it, over and over.
         """
         if self._width.is_searching or self._width.most == 1:
             return 0
@@ -284,7 +275,7 @@ class ConcurrentScheduler:
         return shared_beginning(sequence, self.in_batch()) if self._shares_beginnings else None
 
     def _begin_alike(self, sequence: Sequence, beginning: Beginning, generator: Generator) -> None:
-        """Let a sequence that joins share what it can of a beginning, and copy what else it does not have itself."""
+        """Let a joining sequence share what it can of a beginning, and copy the rest that it does not have itself."""
         uid = beginning.of.generator_uid
         assert uid is not None
         if n_shared := beginning.n_shared:
@@ -299,16 +290,13 @@ class ConcurrentScheduler:
             sequence.take_beginning(caches, beginning.n_tokens, beginning.of)
 
     def _hold(self) -> None:
-        """Let each holder have the blocks of its next step: first those that need fewer than now, then the others."""
+        """Give each holder the blocks of its next step: first those that need fewer than now, then the others."""
         for holder, blocks in sorted(self._cost().items(), key=lambda want: want[1] - self._pool.held(want[0])):
             self._pool.resize(holder, min(blocks, self._pool.held(holder) + self._pool.free))
 
     def _cost(self, *joining: int) -> dict[Hashable, int]:
-        """Blocks of each sequence in the batch, by uid, and of each prefix that some of them share.
-
-        Args:
-            joining: own tokens of a sequence that would join; it has the key ``None``.
-        """
+        """Blocks of each sequence in the batch, by uid, and of each stored prefix that some of them share. `joining`:
+        own tokens of a sequence that would join, with the key ``None``."""
         decoding, prefilling = (
             {sequence.uid: sequence.n_tokens + 1 - sequence.n_shared for sequence in stage.values()}
             for stage in (self.decoding, self.prefilling)
@@ -321,7 +309,7 @@ class ConcurrentScheduler:
     # --- out of the batch ---
 
     def drop(self, sequence: Sequence) -> None:
-        """Forget a sequence at any stage; the generator must have released it."""
+        """Forget a sequence at any stage. The generator must have released it."""
         if sequence.generator_uid is not None:
             self.prefilling.pop(sequence.generator_uid, None)
             self.decoding.pop(sequence.generator_uid, None)

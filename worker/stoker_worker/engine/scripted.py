@@ -1,21 +1,19 @@
-"""An engine without a model: deterministic, at a chosen speed, for tests of services that use stoker, and of stoker.
+"""An engine without a model: deterministic, at a chosen speed, for tests of stoker and of services that use it.
 
 It implements `GenerationEnginePort` like the real one and imports no MLX. Its tokens are bytes. Its cache holds each
-token's own id, and a restored prefix that does not match the prompt fails the sequence: any mistake of the agent memory
-becomes a failed job.
+token's own id, and a restored prefix that does not match the prompt fails the sequence, so any mistake of the agent
+memory becomes a failed job. In a prompt that is scored, every token is as likely as any other.
 
 The answer depends on the last line of the prompt, or of the last message:
 
 * ``say TEXT``: TEXT, then end of sequence; it may hold thinking and calls (see `SCRIPTED_ANSWERS`);
-* ``if NAME say TEXT else OTHER``: the same, if the model is called NAME, else with OTHER;
+* ``if NAME say TEXT else OTHER``: the same, with OTHER if the model is not called NAME;
 * ``fail WHY``: the sequence fails in the engine;
 * ``break WHY``: the engine itself breaks, with every sequence in it;
 * ``crash``: the process kills itself as ``kill -9`` would;
 * anything else: words made from a hash of the whole prompt, until ``max_tokens``; with ``fit_max_tokens``, a few.
 
-An answer that has to have a form (`response_format`, `guide`, a forced call) has it: see `_GuidedScript`.
-
-In a prompt that is scored, every token is as likely as any other.
+If the answer has to have a form (`response_format`, `guide`, a forced call), it has it: see `_GuidedScript`.
 """
 
 import hashlib
@@ -61,7 +59,7 @@ _FIRST_TOP: Final = ord("!")
 
 
 def even_scores(work: GenerationWork, decode: Callable[[abc.Sequence[int]], str]) -> PromptLogprobs | None:
-    """``None`` if the work's prompt is not to be scored."""
+    """Scores of a prompt in which all tokens are equally likely; ``None`` if it is not to be scored."""
     n_top, start = work.request.prompt_logprobs, work.request.prompt_logprobs_start
     if n_top is None:
         return None
@@ -102,7 +100,7 @@ SCRIPTED_ANSWERS: Final = AnswerFormat(
 
 
 def said_by(model: str, line: str) -> str | None:
-    """The text that the last line of a prompt asks the model of this name for; ``None`` if it asks for none."""
+    """The text that a prompt's last line asks the model of this name for; ``None`` if it asks for none."""
     if line.startswith("if ") and " say " in line:
         name, _, texts = line.removeprefix("if ").partition(" say ")
         text, _, other = texts.partition(" else ")
@@ -117,7 +115,7 @@ def cache_of(token_ids: tuple[int, ...]) -> SequenceCache:
 
 
 def wrong_prefix(work: GenerationWork) -> EngineFailed | None:
-    """The error of a restored prefix that is not the cache of the prompt's first tokens, else ``None``."""
+    """The error of a restored prefix that is not the cache of the prompt's first tokens; ``None`` if it is."""
     if (prefix := work.prefix) is None:
         return None
     ((keys, values),) = prefix.layers
@@ -136,7 +134,7 @@ _BYTE_OF_MARK: Final = {mark: byte for byte, mark in _MARK_OF_BYTE.items()}
 
 
 class ScriptedTokenizer:
-    """Implements `TokenizerPort` with a chat template of one line per message."""
+    """Implements `TokenizerPort`, with a chat template of one line per message."""
 
     eos_ids: frozenset[int] = frozenset({END})
     max_token_bytes: int = 5
@@ -159,7 +157,7 @@ class ScriptedTokenizer:
         template_kwargs: abc.Mapping[str, Any] | None,
     ) -> str:
         spoken = [(message.role, message.content or "") for message in messages]
-        sent = [content for role, content in spoken if role != "assistant"]  # an answer may have ends in it
+        sent = [content for role, content in spoken if role != "assistant"]  # an answer may contain end tokens
         if any(mark in content for content in sent for mark in "\x00\x01"):
             raise TemplateError("the scripted template does not accept the characters 0 and 1")
         turns = "".join(f"\x01{role}\n{content}\x00\n" for role, content in spoken)
@@ -178,7 +176,7 @@ _SPEC: Final = ModelCacheSpec(
 
 
 class _Script:
-    """Takes the place of a model's sampling: an answer's tokens, over and over. Implements `Sampling`."""
+    """Replaces a model's sampling: repeats an answer's tokens. Implements `Sampling`."""
 
     sampler: Any = None
     processors: Any = ()
@@ -204,7 +202,7 @@ class _Script:
         self._endless = [token for token in self._tokens if token not in end_ids] or self._tokens
 
     def token(self, n_drawn: int) -> int:
-        """The token after the first `n_drawn`; before `min_tokens`, none that ends the answer."""
+        """The token after the first `n_drawn`; none that ends the answer before `min_tokens`."""
         tokens = self._endless if n_drawn < self._min_tokens else self._tokens
         return int(tokens[n_drawn % len(tokens)])
 
@@ -215,25 +213,25 @@ class _Script:
 _VISIBLE: Final = frozenset(range(33, 127))
 _PLAIN: Final = frozenset(b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz")
 _NEAREST_FIRST: Final = (*(frozenset({token}) for token in (END, *b'"}]),:')), _PLAIN, _VISIBLE)
-"""What leads to the end of an answer soonest, in most grammars."""
+"""The tokens that end most grammars soonest come first."""
 
 _OPENING: Final = frozenset(b"<")
-"""Thinking that the script opens itself would have no end."""
+"""Only the script's own text may open thinking: other thinking would not end."""
 
 _MOST_ALIKE: Final = 4
-"""After so many tokens of one of these kinds, it is none that leads to the end: a way out is tried, or any that may
-come, a visible one as a rule. So every answer ends."""
+"""After so many tokens of one kind comes a way out, or often a visible token, or any that may come: so every answer
+ends."""
 
 _WAYS_OUT: Final = tuple(b"@.+-*/=;|&%#?")
 _TRIED_AGAIN_AFTER: Final = 256
-"""Tokens; in between, letters have their turn."""
+"""Tokens before the same way out is tried again."""
 
 
 class _GuidedScript(_Script):
-    """A script that follows a guide, as a model would that wants to say the script's text.
+    """A script under a guide.
 
-    It takes the text's next byte wherever that may come. Elsewhere it takes what closes most: so a text that has the
-    form is the answer, and another one fills the form's first places that take it.
+    It takes the text's next byte wherever the guide allows it, and elsewhere a token that leads to the end soon. So a
+    text that has the form becomes the answer, and another text fills the first places of the form that allow it.
     """
 
     def __init__(self, work: GenerationWork, end_ids: frozenset[int], model: str) -> None:
@@ -279,7 +277,7 @@ class _GuidedScript(_Script):
         return self._random.choice(sorted(allowed & kind))
 
     def _skip_thought(self) -> None:
-        """After thinking that was cut short, go on with the text behind it."""
+        """After thinking that was cut short, continue with the text behind it."""
         end = list(SCRIPTED_ANSWERS.think_end_ids)
         if self._drawn[-len(end) :] == end:
             places = range(self._at, len(self._tokens) - len(end) + 1)
@@ -287,7 +285,6 @@ class _GuidedScript(_Script):
 
 
 def _bits(mask: TokenMask) -> frozenset[int]:
-    """The tokens that it allows."""
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
     return frozenset(np.flatnonzero(bits[:VOCABULARY]).tolist())
 
@@ -380,7 +377,7 @@ class ScriptedEngine(GenerationEnginePort):
 
 @dataclass(frozen=True)
 class ScriptedProvider(ModelProviderPort):
-    """Makes a :class:`ScriptedEngine`. Implements `ModelProviderPort`."""
+    """Makes a `ScriptedEngine`. Implements `ModelProviderPort`."""
 
     max_batch: int
     steps_per_s: float

@@ -1,5 +1,4 @@
-"""One sequence in the engine, from submission to its end, and the token ids that end it. Owns its state; pure; engine
-thread."""
+"""One sequence in the engine, from submission to its end, and the token ids that end it. Pure; engine thread."""
 
 import time
 from collections.abc import Callable
@@ -26,12 +25,13 @@ from stoker_worker.ports import (
 
 @dataclass(frozen=True)
 class EndIds:
-    """
+    """The token ids that end a sequence.
+
     Attributes:
-        eos: the model's end-of-sequence tokens, unless they are ignored. One that ends a sequence belongs to its
-            transcript, because a chat template writes it too.
-        stop: the request's own. One that ends a sequence does not belong to its transcript, as a stop string does not:
-            so the transcript's tokens are those of the text.
+        eos: the model's own, unless they are ignored. One that ends a sequence belongs to its transcript, because a
+            chat template writes it too.
+        stop: the request's own. One that ends a sequence does not belong to its transcript, like a stop string: so the
+            transcript's tokens are those of the text.
     """
 
     eos: frozenset[int] = frozenset()
@@ -49,23 +49,22 @@ class EndIds:
 
 @dataclass
 class Sequence:
-    """A sequence waits, runs in the batch, or was preempted and waits again.
+    """A sequence that waits, runs in the batch, or was preempted and waits again.
 
     Attributes:
-        generated: tokens generated so far. All of them are in its cache, except a last token that was pending when the
-            sequence was preempted.
-        caches: its own caches while it waits with some: restored ones, or those it was preempted with.
-        prefix: what it shares with other sequences in the batch, from `Generator.share`.
-        n_reused: how many of the prompt's tokens were restored instead of prefilled.
-        n_cached: how many of its tokens were in its caches when it joined the batch.
-        n_prefilled: how many have been prefilled since.
+        generated: tokens so far. All are in its cache, but a last one that was pending when the sequence was preempted.
+        caches: its own while it waits: restored ones, or those it was preempted with.
+        prefix: the tokens that it shares with other sequences in the batch, from `Generator.share`.
+        n_reused: tokens of the prompt that were restored instead of prefilled.
+        n_cached: tokens in its caches when it joined the batch.
+        n_prefilled: tokens prefilled since then.
         ended_by: how it ended. A sequence whose last token is not yet in its cache stays until it is.
         breaks: how many steps broke while it ran alone.
-        n_common: by uid, the tokens with which its prompt and that of another sequence begin alike.
-        cut_at: places in its prompt where its prefill stops for a snapshot; others with the same beginning go on there.
+        n_common: by uid of another sequence, the number of leading tokens that both prompts have.
+        cut_at: places where its prefill stops for a snapshot, from which others with the same beginning continue.
         at_cuts: the snapshots taken there so far, by their tokens.
-        scorer: scores its prompt while that is prefilled; ``None`` if nobody asked for it.
-        growing: its text, from the first request for it on; a sequence with stop strings has its text in `stops`.
+        scorer: scores its prompt during prefill; ``None`` if nobody asked for that.
+        growing: its text since somebody first asked for it; a sequence with stop strings has its text in `stops`.
     """
 
     uid: int
@@ -104,29 +103,26 @@ class Sequence:
 
     @property
     def error(self) -> Exception | None:
-        """Why it cannot go on. What draws its tokens does not count once it has them all."""
+        """The error that stops it. Those of its sampling and its guide no longer count once it has its last token."""
         drawing = (self.sampling, self.work.guide) if self.ended_by is None else ()
         errors = (source.error for source in (*drawing, self.scorer) if source is not None)
         return next((error for error in errors if error is not None), None)
 
     @property
     def ends_in_prefill(self) -> bool:
-        """True if all is known that is wanted of it, without any answer."""
+        """True if it wants no answer, and its prompt is prefilled but for the last token."""
         return self.work.request.max_tokens == 0 and self.n_cached + self.n_prefilled >= self.n_prompt - 1
 
     @property
     def n_shared(self) -> int:
-        """Tokens that it shares with others in the batch."""
         return 0 if self.prefix is None else int(self.prefix.n_tokens)
 
     @property
     def n_tokens(self) -> int:
-        """Prompt and answer so far."""
         return self.n_prompt + len(self.generated)
 
     @property
     def n_left(self) -> int:
-        """Tokens that it may still generate."""
         return self.work.request.max_tokens - len(self.generated)
 
     @property
@@ -148,17 +144,17 @@ class Sequence:
 
     @property
     def n_to_save(self) -> int:
-        """Tokens whose cache may be saved once it has ended: a prompt without an answer is not fed its last one."""
+        """Tokens whose cache may be saved after its end: a prompt without an answer is not fed its last one."""
         return self.n_prompt + self.n_kept - (self.work.request.max_tokens == 0)
 
     @property
     def comes_to(self) -> set[int]:
-        """Of `cut_at`, the places where it has a snapshot or comes to take one."""
+        """The places of `cut_at` where it has a snapshot or will take one."""
         return {n for n in self.cut_at if n in self.at_cuts or self.n_cached + self.n_prefilled < n < self.n_prompt}
 
     @property
     def checkpoints(self) -> tuple[Snapshot, ...]:
-        """Those of its snapshots that it is to hand back for other prompts."""
+        """Its snapshots for other prompts, to be returned with its cache."""
         return tuple(self.at_cuts[n] for n in self.work.checkpoints_at if n in self.at_cuts)
 
     def note_prefilled(self, n_tokens: int, take_snapshot: Callable[[int], Snapshot]) -> None:
@@ -173,23 +169,23 @@ class Sequence:
                 self.at_cuts[at] = snapshot
 
     def take_prefix(self, prefix: SequenceCache, caches: list[Any]) -> None:
-        """`caches` hold its restored prefix."""
+        """Take over `caches`, which hold its restored prefix."""
         if prefix.n_tokens == self.n_prompt - 1:
             self.snapshots += prefix.snapshots[-1:]  # nothing is prefilled before this point
         self.caches, self.n_cached = caches, prefix.n_tokens
         self.n_reused = prefix.n_tokens
 
     def take_beginning(self, caches: list[Any], n_tokens: int, of: "Sequence") -> None:
-        """`caches` hold the first `n_tokens` tokens of its prompt, which `of` has prefilled."""
+        """Take over `caches`, which hold the first `n_tokens` tokens of its prompt. `of` has prefilled them."""
         self.caches, self.n_cached, self.n_reused = caches, n_tokens, n_tokens
-        for n in (n for n in of.at_cuts if n <= n_tokens):  # yet others may begin so as well
+        for n in (n for n in of.at_cuts if n <= n_tokens):  # other sequences may begin alike, too
             self.cut_at.add(n)
             self.at_cuts[n] = of.at_cuts[n]
         if self.work.is_saved and n_tokens == self.n_prompt - 1 and n_tokens in self.at_cuts:
             self.snapshots.append(self.at_cuts[n_tokens])  # nothing is prefilled before this point
 
     def join(self, generator: Generator) -> None:
-        """Go into the generator, with the tokens that its caches do not hold."""
+        """Go into the generator, with the tokens that are not in its caches."""
         if self.work.guide is not None:
             self.work.guide.start(self.generated)
         ids = [*self.work.prompt_ids, *self.generated]
@@ -213,7 +209,7 @@ class Sequence:
         self.caches, self.n_prefilled = None, 0
 
     def restart(self) -> None:
-        """Drop all caches: the sequence starts over from its tokens alone."""
+        """Drop all caches, to start over from the tokens alone."""
         self.generator_uid, self.caches, self.prefix, self.n_cached, self.n_reused = None, None, None, 0, 0
         self.snapshots.clear()
         self.n_common.clear()
@@ -251,7 +247,6 @@ class Sequence:
         cache: SequenceCache | None = None,
         error: Exception | None = None,
     ) -> CompletedGeneration:
-        """Its end, as the engine's caller gets it."""
         finished, carry_text = outcome == "finished", ""
         if finished and self._scanner_that_found is not None:
             text, _, carry_text = self._scanner_that_found.cut()

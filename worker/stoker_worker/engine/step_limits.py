@@ -1,21 +1,14 @@
-"""The limits of a step, learned from the steps before: how many sequences run together, and how much prefill there is.
-Pure; engine thread.
-"""
+"""The limits of a step, learned from earlier steps: sequences that run together, and prefill. Pure; engine thread."""
 
 import math
 from typing import Final
 
 _QUIET_STEPS: Final = 64
-"""After so many steps without a break, twice as many sequences may run together; after twice as many steps, if that
-broke again."""
+"""After so many steps without a break, twice as many sequences may run together; if that broke, after twice as many."""
 
 
 class BatchWidth:
-    """
-    Attributes:
-        most: most sequences that may ever run together.
-        now: most that may run together now.
-    """
+    """How many sequences may run together: `most` at any time, and `now` at present."""
 
     def __init__(self, most: int) -> None:
         self.most = self.now = most
@@ -24,7 +17,7 @@ class BatchWidth:
 
     @property
     def is_searching(self) -> bool:
-        """True if the cause of a broken step is still searched."""
+        """True while the cause of a broken step is unknown."""
         return self.now < self.most
 
     def broke(self, n_sequences: int) -> None:
@@ -33,15 +26,15 @@ class BatchWidth:
         self._broke_at, self._needed_steps = n_sequences, 2 * self._needed_steps
 
     def blame_one(self) -> None:
-        """One sequence breaks alone too: the steps with it did not break because of their width."""
+        """One sequence breaks alone, too: the steps with it did not break because of their width."""
         self._needed_steps = _QUIET_STEPS
 
     def went_well(self, n_sequences: int) -> None:
-        """A step of so many sequences did not break: after enough of those, more may run together."""
+        """A step of so many sequences did not break: after enough such steps, more may run together."""
         self._quiet_steps += 1
         if self._quiet_steps >= self._needed_steps:
             if not self.is_searching and n_sequences >= self._broke_at:
-                self._needed_steps = _QUIET_STEPS // 2  # what broke then has passed
+                self._needed_steps = _QUIET_STEPS // 2  # the cause of that break has passed
             self.now, self._quiet_steps = min(self.most, 2 * self.now), 0
 
 
@@ -51,35 +44,32 @@ _MOST_GROWTH: Final = 4
 """A chunk is at most so many times as large as the largest one measured: small chunks predict large ones badly."""
 
 _FILLING: Final = 2
-"""A step may take so many times the limit while a batch fills up: short steps would leave it half empty for longer, and
-few sequences decode meanwhile. A cancel waits no longer than that either, unless one pass takes longer by itself."""
+"""A step may take so many times the limit while a batch fills up: shorter steps would leave it half empty for longer,
+and few sequences decode meanwhile. A cancel waits no longer, either, unless one pass takes longer by itself."""
 
 _MOST_FIXED: Final = 0.9
-"""Share of a pass that may be its fixed price, at most: more would be told by noise, and predict chunks of any size."""
+"""The largest share of a pass that counts as its fixed cost: more is noise, and would predict chunks of any size."""
 
 _UNLIKE: Final = 0.25
-"""Chunks whose sizes deviate by less than this share of their mean tell nothing about the fixed price of a pass."""
+"""Chunks whose sizes deviate by less than this share of their mean show nothing about the fixed cost of a pass."""
 
 _KEPT: Final = 0.95
-"""So much of the fixed share is kept after a pass as large as those before: sizes change, and it is learned anew."""
+"""So much of the fixed share is kept after a pass as large as those before: it is learned anew when sizes change."""
 
 _NEWEST: Final = 0.3
 """Weight of the newest measurement in the running averages."""
 
 _MARGIN: Final = 1.2
-"""Decoding gets so many times its half, because steps vary in length."""
+"""Decoding is owed so many times its share of the time, because steps vary in length."""
 
 
 class PrefillBudget:
-    """Measures steps, and sets how many prompt tokens of each sequence the next one takes."""
+    """Measures steps, and decides how many prompt tokens of each sequence the next one takes."""
 
     def __init__(self, max_step_s: float, most_tokens: int) -> None:
-        """
-        Args:
-            max_step_s: most seconds of prefill in one step; infinite: each takes `most_tokens`. It may be more while a
-                batch fills up, and where a pass of few tokens takes more than half of that.
-            most_tokens: most tokens of one sequence in one step, whatever their time.
-        """
+        """`max_step_s` is the most seconds of prefill in one step; infinite: each takes `most_tokens`. It may be more
+        while a batch fills up, and if a pass of few tokens takes more than half of it. `most_tokens` limits each
+        sequence."""
         self._max_step_s = max_step_s
         self._most_tokens = most_tokens
         self._decode_s: float | None = None
@@ -89,7 +79,7 @@ class PrefillBudget:
         self._owed_s = 0.0  # to the decoding sequences
 
     def chunk_tokens(self, *, decoding: int, prefilling: int, waiting: int) -> int:
-        """Tokens of each sequence in prefill for the next step; 0 for a step that only decodes."""
+        """Tokens of each sequence in prefill for the next step; 0: the step only decodes."""
         if self._max_step_s == math.inf:
             return self._most_tokens
         if decoding and self._owed_s > 0:
@@ -99,19 +89,14 @@ class PrefillBudget:
         most_s = self._max_step_s * (1 if _share(decoding, prefilling + waiting) else _FILLING)
         mean_tokens, mean_s, *_ = self._passes
         fixed_s = self._fixed * mean_s
-        # A pass whose fixed price is more than half of the limit takes as many tokens as double that price.
+        # If the fixed cost of a pass is more than half of the limit, the pass may take twice that cost.
         token_s = (mean_s - fixed_s) / mean_tokens
         tokens = min(max(most_s - fixed_s, fixed_s) / token_s, _MOST_GROWTH * self._largest) / max(1, prefilling)
         return max(min(_LEAST_TOKENS, self._most_tokens), min(self._most_tokens, int(tokens)))
 
     def note(self, step_s: float, *, decoding: int, wanting: int, prefill_tokens: int) -> None:
-        """Learn from a step.
-
-        Args:
-            decoding: sequences that decoded in it.
-            wanting: sequences in prefill, and those that wait for a place.
-            prefill_tokens: prompt tokens of all sequences.
-        """
+        """Learn from a step in which `decoding` sequences decoded. `wanting`: sequences in prefill, and those that wait
+        for a place; `prefill_tokens`: prompt tokens of all sequences."""
         if prefill_tokens == 0:
             self._decode_s = _average(self._decode_s, step_s)
             self._owed_s = max(0.0, self._owed_s - step_s)
@@ -124,7 +109,7 @@ class PrefillBudget:
         self._owed_s = max(0.0, _MARGIN * prefill_s * _share(decoding, wanting) - decode_s)
 
     def _learn(self, tokens: int, seconds: float) -> None:
-        """The fixed share of a pass, by least squares over the newest passes, where their sizes differ enough."""
+        """The fixed share of a pass, by least squares over the newest passes if their sizes differ enough."""
         newest = (tokens, seconds, tokens**2, tokens * seconds)
         self._passes = tuple(map(_average, self._passes or newest, newest))
         mean_tokens, mean_s, mean_square, mean_product = self._passes
@@ -136,10 +121,8 @@ class PrefillBudget:
 
 
 def _share(decoding: int, wanting: int) -> float:
-    """Seconds of decoding owed for a second of prefill: one when twice as many sequences decode as want prefill.
-
-    Zero when as many want it: a batch that is half empty gains more from new sequences than from the speed of its few.
-    """
+    """Seconds of decoding owed for a second of prefill: one if twice as many sequences decode as want prefill; zero if
+    as many do, because a half-empty batch gains more from new sequences than from the speed of its few."""
     return min(1.0, max(0.0, decoding / max(1, wanting) - 1.0))
 
 

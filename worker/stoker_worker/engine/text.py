@@ -1,7 +1,7 @@
 """The text of a growing sequence of tokens, and the first stop string in it. Owns one sequence's text; no MLX.
 
-Tokens are decoded as they come, so the work per token does not grow with the text. Stop strings may cross token
-borders, and so may characters.
+Tokens are decoded as they come, so the work per token does not grow with the text. Stop strings and characters may
+cross tokens.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ _MOST_BEFORE_LAST: Final = 3
 
 
 class GrowingText:
-    """Takes token ids. Characters may cross token borders: one counts as soon as its last byte is there.
+    """Takes token ids, and counts a character as soon as its last byte is there.
 
     Attributes:
         text: all whole characters so far.
-        n_read: how many of the tokens have their text in it.
+        n_read: the number of tokens whose text is in it.
     """
 
     def __init__(self, tokenizer: TokenizerPort) -> None:
@@ -40,11 +40,7 @@ class GrowingText:
         return self._tokenizer.decode(self._ids[start:stop])
 
     def add(self, token_ids: Sequence[int], *, is_end: bool = False) -> bool:
-        """Take more tokens; ``True`` when the text has grown.
-
-        Args:
-            is_end: whether none will follow, so an incomplete character at the end is text as well.
-        """
+        """Take more tokens; ``True`` if the text has grown. `is_end`: none follow, so a cut-off character counts."""
         self._ids += token_ids
         context = self.decoded(self._decoded_from, self.n_read)
         grown, read_to = self.decoded(self._decoded_from, self.n_tokens), self.n_tokens
@@ -60,17 +56,10 @@ class GrowingText:
 
 
 class StopScanner:
-    """Takes token ids, and finds the first stop string in their text and the place to cut.
-
-    Attributes:
-        found: the stop string, once it is complete.
-    """
+    """Takes token ids, and finds the first stop string in their text and the place to cut. `found` is that stop string.
+    As at vLLM, one that the first `min_tokens` tokens complete does not count."""
 
     def __init__(self, tokenizer: TokenizerPort, stops: Sequence[str], *, min_tokens: int = 0) -> None:
-        """
-        Args:
-            min_tokens: as at vLLM, a stop string does not count if the first so many tokens complete it.
-        """
         self._min_tokens = min_tokens
         self._growing = GrowingText(tokenizer)
         self._stops = tuple(stops)
@@ -89,7 +78,7 @@ class StopScanner:
         return text
 
     def add(self, token_id: int) -> bool:
-        """Take one more token; ``True`` once a stop string is complete."""
+        """Take one more token; ``True`` if a stop string is complete."""
         return self._take([token_id])
 
     def end(self) -> bool:
@@ -103,19 +92,15 @@ class StopScanner:
         self._boundaries.append((self._growing.n_read, len(self._growing.text)))
         if self._growing.n_tokens <= self._min_tokens:
             return False
-        # Each from its own length before the new text: one that the text had already did not count.
+        # Each stop string is sought only where new text is part of it: an earlier occurrence did not count.
         ends = ((stop, max(0, n_before - len(stop) + 1)) for stop in self._stops)
         found = [(at, stop) for stop, start in ends if (at := self._growing.text.find(stop, start)) >= 0]
         self._cut, self.found = min(found, default=(None, None))
         return self.found is not None
 
     def cut(self) -> tuple[str, int, str]:
-        """After `add` or `end` returned ``True``.
-
-        Returns:
-            The text before the stop string, the number of tokens that lie wholly inside that text, and the rest of it
-            that those tokens do not cover.
-        """
+        """After `add` or `end` returned ``True``: the text before the stop string, the number of tokens wholly inside
+        that text, and the rest of it after these tokens."""
         assert self._cut is not None
         text = self._growing.text[: self._cut]
         after = next(i for i, (_, characters) in enumerate(self._boundaries) if characters > self._cut)

@@ -1,9 +1,9 @@
-"""Cache bytes on their way into a model's own caches, and out of them. Engine thread; a `MlxRoom` is made and filled on
-the loader thread.
+"""Cache bytes on their way into a model's own caches, and out of them. Engine thread; loaders make and fill a
+`MlxRoom`.
 
-The keys and values of full attention change hands without a copy: a restored prefix brings the memory that the model
-goes on in, and a sequence that has ended gives its memory away. bfloat16, which NumPy does not have, travels as uint16,
-and 8-bit codes travel as elements of the spec's dtype.
+The keys and values of full attention change hands without a copy: a restored prefix brings the memory in which the
+model continues, and a sequence that has ended gives its memory away. bfloat16, which NumPy does not have, travels as
+uint16, and 8-bit codes travel as elements of the spec's dtype.
 """
 
 import time
@@ -32,8 +32,8 @@ from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
 
 _PAUSE_S: Final = 1e-5
 _PAUSE_BYTES: Final = 4 << 20
-"""MLX holds the interpreter's lock while it makes an array. After so many bytes, a thread that waits for the lock gets
-it; a pause for each small array would take longer than to make it."""
+"""MLX holds the interpreter's lock while it makes an array. After so many bytes, a waiting thread gets the lock; a
+pause for each small array would take longer than making it."""
 
 
 class MlxRoom(PrefixRoom):
@@ -42,11 +42,8 @@ class MlxRoom(PrefixRoom):
     def __init__(
         self, spec: ModelCacheSpec, n_tokens: int, n_left: int, arrays: list[tuple[mx.array, mx.array]] | None = None
     ) -> None:
-        """Room for a prompt of `n_tokens` and some of the `n_left` tokens of its answer.
-
-        Args:
-            arrays: the pairs of a sequence that has ended; ``None`` makes new ones.
-        """
+        """Room for a prompt of `n_tokens` and some of the `n_left` tokens of its answer. `arrays` are the pairs of a
+        sequence that has ended; ``None`` makes new ones."""
         self._views: list[weakref.ref[Array]] = []
         self._arrays = list(arrays or _empty_pairs(spec, room_for(n_tokens, n_left, is_shared=False)))
         self._dtypes = [mlx_dtype(layer, spec) for layer in spec.full_layers]
@@ -80,7 +77,7 @@ def _empty_pairs(spec: ModelCacheSpec, room: int) -> Iterator[tuple[mx.array, mx
 
     def empty(layer: LayerSpec, dim: int) -> mx.array:
         nonlocal n_bytes
-        # It has no memory of its own: the system shows one page of zeros in all its places.
+        # Takes no memory yet: the system maps all of it to one page of zeros.
         source = np.empty((1, layer.n_kv_heads, room, dim), as_uint16_if_bfloat16(spec.dtype))
         n_bytes += source.nbytes
         if n_bytes >= _PAUSE_BYTES:
@@ -93,17 +90,14 @@ def _empty_pairs(spec: ModelCacheSpec, room: int) -> Iterator[tuple[mx.array, mx
 
 
 def mlx_dtype(layer: LayerSpec, spec: ModelCacheSpec) -> mx.Dtype:
-    """The MLX dtype of a full-attention layer's K and V; elsewhere the same bytes have the spec's dtype."""
+    """The MLX dtype of a full-attention layer's K and V. Elsewhere the same bytes have the spec's dtype."""
     dtype: mx.Dtype = mx.uint32 if layer.is_packed else getattr(mx, spec.dtype)
     return dtype
 
 
 def prefix_to_caches(model: Any, prefix: SequenceCache, spec: ModelCacheSpec) -> list[Any]:
-    """The model's own caches with `prefix.n_tokens` tokens in them, and room for more.
-
-    Raises:
-        ValueError: the prefix is not one of this model, or its memory is still in use.
-    """
+    """The model's own caches with `prefix.n_tokens` tokens in them, and room for more. Raises `ValueError` if the
+    prefix is not one of this model, or its memory is still in use."""
     caches: list[Any] = make_prompt_cache(model)
     room = prefix.room
     if room is None or prefix.layers:
@@ -125,7 +119,7 @@ def prefix_to_caches(model: Any, prefix: SequenceCache, spec: ModelCacheSpec) ->
 
 
 def caches_at(model: Any, spec: ModelCacheSpec, caches: list[Any], at: Snapshot) -> list[Any]:
-    """New caches as they were at a snapshot of a sequence, `caches` being those that it has by now."""
+    """New caches as they were at a snapshot of a sequence whose caches are `caches` by now."""
     prefix = replace(slice_caches(caches, at.n_tokens, spec), snapshots=(at,))
     return prefix_to_caches(model, prefix, spec)
 
@@ -139,7 +133,7 @@ def _state_to_mlx(state: LayerState, layer: LayerSpec, n_tokens: int, spec: Mode
 
 
 def cache_to_save(sequence: Sequence, caches: list[Any], spec: ModelCacheSpec) -> SequenceCache | None:
-    """The cache of a finished sequence up to its last kept token; ``None`` when none is to be saved."""
+    """The cache of a finished sequence up to its last kept token; ``None`` if it is not to be saved."""
     n_tokens = sequence.n_to_save
     if not sequence.work.is_saved or not n_tokens:
         return None
@@ -153,12 +147,11 @@ def cache_to_save(sequence: Sequence, caches: list[Any], spec: ModelCacheSpec) -
 
 
 def slice_caches(caches: list[Any], n_tokens: int, spec: ModelCacheSpec) -> SequenceCache:
-    """The first `n_tokens` tokens of the cache of a sequence that has ended, as views of its own arrays: nothing is
-    copied.
+    """The first `n_tokens` tokens of the cache of a sequence that has ended, as views of its own arrays, not copies.
 
     Args:
-        caches: as `Generator.take_out` returns them: K is (1, n_kv_heads, at least `n_tokens`, key_dim), V alike.
-            Nobody else may use them any more: NumPy would see their memory change or go.
+        caches: as from `Generator.take_out`: K is (1, n_kv_heads, at least `n_tokens`, key_dim), V alike. Nobody else
+            may use them any more, because NumPy would see their memory change or go.
     """
     dtype = mx.uint16 if spec.dtype == "bfloat16" else getattr(mx, spec.dtype)
     pairs = [
@@ -174,10 +167,7 @@ def slice_caches(caches: list[Any], n_tokens: int, spec: ModelCacheSpec) -> Sequ
 
 def take_snapshot(caches: list[Any], n_tokens: int, spec: ModelCacheSpec) -> Snapshot:
     """The window and recurrent layers of extracted caches that hold `n_tokens` tokens. Other layers are not evaluated.
-
-    Raises:
-        ValueError: a cache does not have the shapes of `spec`.
-    """
+    Raises `ValueError` if a cache does not have the shapes of `spec`."""
     arrays = [
         _state(cache, layer, n_tokens)
         for cache, layer in zip(leaves(caches), spec.layers, strict=True)

@@ -2,14 +2,13 @@
 itself alone. Engine thread.
 
 The engine is the real one, with its own saving and restoring. Only two things are done from outside: sequences output
-the plan's tokens, so that one early difference does not turn into a different text, and the model's log-probabilities
-are observed at every step.
+the plan's tokens, so that an early difference does not change the text, and the model's log-probabilities are observed.
 
 Every fault of a batch found so far shows with one of the planned sequences: sequences of unequal length prefilled
 together (padding on the right), sequences that join later (padding on the left), as many sequences as there are KV
 heads (a mask broadcast along the wrong axis), sequences longer than a window or a sparse budget, prefill in several
-chunks, and restored sequences. Rows have two plans more: in one they lie in two groups, in the other they begin alike
-and repeat themselves.
+chunks, and restored sequences. Rows have two more plans: two groups, and sequences that begin alike and repeat
+themselves.
 """
 
 import math
@@ -39,21 +38,20 @@ SHORTEST_SPAN: Final = 12
 """Every plan crosses so many tokens."""
 
 MOST_AFTER_SPAN: Final = 30
-"""A sequence has at most so many tokens after its prompt."""
+"""Most tokens of a sequence after its prompt."""
 
 _PROMPTS: Final = (6, 13, 9, 16, 7, 11, 8)
 """Lengths of prompts that need not cross anything, used in turn."""
 
 _IN_TWO_GROUPS: Final = (6, 6 + MOST_APART + 26, 9, 6 + MOST_APART + 10)
-"""Lengths of prompts of which two and two lie together in rows. Those of a group are so unequal that a missing mask
-shows."""
+"""Lengths of prompts that make two groups of two rows. Those of a group are so unequal that a missing mask shows."""
 
 _ANSWERS: Final = (3, 5, 4)
-"""Tokens of the first answers: sequences end at different steps, so the batch goes through other widths as well."""
+"""Tokens of the first answers: sequences end at different steps, so the batch has other widths as well."""
 
 _LONG_ANSWER: Final = 14
-"""Tokens of the longest sequence's answer: it still decodes when those that join are prefilled, or nothing would be
-padded to its length."""
+"""Tokens of the longest sequence's answer: it still decodes when joiners are prefilled, which pads them to its
+length."""
 
 _MORE: Final = (5, 2, 9, 3)
 """Tokens that the second turn adds."""
@@ -62,10 +60,10 @@ SECOND_ANSWER: Final = 3
 _JOINERS: Final = 2
 
 _IN_COMMON: Final = LEAST_SHARED + 40
-"""Tokens with which sequences begin alike: most are held once, and the rest is copied."""
+"""Tokens with which sequences begin alike: most of them are shared, and the rest is copied."""
 
 _REPEATED: Final = 12
-"""Tokens that these repeat in their prompts, so that they get drafts where those are on."""
+"""Tokens that these sequences repeat, so that they get drafts if those are on."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +98,9 @@ class TrialSequence:
 
 @dataclass(frozen=True)
 class TrialPlan:
-    """
+    """The sequences of a trial, in the order in which they join.
+
     Attributes:
-        sequences: in the order in which they join.
         chunk_tokens: prompt tokens of a sequence in one step.
         shares: whether sequences that begin alike may share their beginning.
         is_for_rows: whether it is tried in rows only.
@@ -125,8 +123,8 @@ class TrialPlan:
 def plan(
     text_ids: Sequence[int], *, kv_heads: Collection[int], max_batch: int, span: int = SHORTEST_SPAN, most: int
 ) -> TrialPlan:
-    """A plan in which three sequences of unequal length cross `span`, if so many may run: from the start, while it
-    decodes, and as a joiner, which is padded.
+    """A plan in which three sequences of unequal length, if so many may run, cross `span`: from the start, while
+    decoding, and as a joiner, which is padded.
 
     Args:
         text_ids: token ids of some text, at least 64; each sequence begins at another place in it.
@@ -151,8 +149,8 @@ def plan_in_two_groups(text_ids: Sequence[int]) -> TrialPlan:
 
 
 def plan_of_alike(text_ids: Sequence[int]) -> TrialPlan:
-    """For rows of full attention: sequences that begin alike, one of which joins, and whose answers repeat what the
-    prompt has, but for the last token."""
+    """For rows of full attention: sequences that begin alike, one of which joins. Their answers repeat tokens of the
+    prompt, but for the last token."""
     common = _text(text_ids, 0, _IN_COMMON)
     sequences = []
     for number, n_apart in enumerate((5, 19, 11)):
@@ -184,8 +182,8 @@ def _text(text_ids: Sequence[int], start: int, n_tokens: int) -> tuple[int, ...]
 
 
 class _PlannedTokens:
-    """Draws a sequence's planned tokens, one after the other; mlx-lm draws one more than it outputs. Implements
-    `Sampling`, in place of the request's."""
+    """Draws a sequence's planned tokens in order; mlx-lm draws one more than it outputs. Replaces the request's
+    sampling, and implements `Sampling`."""
 
     processors: tuple[Any, ...] = ()
     error: Exception | None = None
@@ -210,32 +208,32 @@ class _PlannedTokens:
 Logprobs = NDArray[np.float32]
 
 IN_8_BITS: Final = "8 bits"
-"""The precision of a float32 model whose caches have 8 bits: keys that differ in the last place may round to different
-codes, so a sequence in a batch is about as far from itself alone as in half precision."""
+"""The precision of a float32 model whose caches have 8 bits. Keys that differ in the last place may round to different
+codes, so a sequence in a batch differs from itself alone about as much as in half precision."""
 
 _MOST_APART: Final = {"float32": 5e-3, IN_8_BITS: 0.05, "float16": 0.05, "bfloat16": 0.07}
 """Largest allowed difference between a sequence in a batch and the same one alone, by the model's precision: root mean
 square of the difference of their log-probabilities, in standard deviations of those of the sequence alone."""
 
 _TIMES_ROUNDING: Final = 4.0
-"""Except in float32 also: so many times the difference that rounding makes for one sequence run alone in steps. Among
-all architectures right modes were at most 1.3 times as far apart, attention after a shared prefix 2.6 times, wrong
-modes at least 7 times."""
+"""A further limit, except in float32: so many times the difference that rounding makes for one sequence run alone in
+steps. Among all architectures right modes were at most 1.3 times as far apart, attention after a shared prefix 2.6
+times, and wrong modes at least 7 times."""
 
 _SHARE_OF_STEPS: Final = 0.75
-"""Except in float32: this share of all steps has to be right, so that a fault in every third step is seen."""
+"""Except in float32, this share of all steps has to be right, so that a fault in every third step is seen."""
 
 _ENOUGH_BYTES: Final = 1 << 50  # a trial is not about the pool
 
 
 @dataclass(frozen=True)
 class Limit:
-    """How far a sequence may be from itself alone.
+    """How much a sequence may differ from itself alone.
 
     Attributes:
         apart: in the unit of `_MOST_APART`.
-        at_every_step: whether it holds at every step, or at half of a sequence's steps and three quarters of all
-            steps: in half precision a mixture of experts may choose another expert for one token.
+        at_every_step: whether it holds at every step, or at half of a sequence's steps and three quarters of all steps:
+            in half precision a mixture of experts may choose another expert for one token.
     """
 
     apart: float
@@ -243,11 +241,8 @@ class Limit:
 
     @classmethod
     def of(cls, precision: str, rounding: float | None = None) -> "Limit":
-        """
-        Args:
-            precision: the dtype of the logits, or `IN_8_BITS`.
-            rounding: the largest difference seen when sequences ran alone in steps, if it is known.
-        """
+        """`precision` is the dtype of the logits, or `IN_8_BITS`; `rounding` is the largest difference seen when
+        sequences ran alone in steps, if known."""
         most = _MOST_APART.get(precision, _MOST_APART["float32"])
         # Where steps and one pass happen to round alike, any other rounding must not count as a fault.
         apart = most if rounding is None else min(most, max(most / 4, _TIMES_ROUNDING * rounding))
@@ -256,10 +251,11 @@ class Limit:
 
 @dataclass(frozen=True)
 class Found:
-    """
+    """The faults that a trial found.
+
     Attributes:
-        fresh: the fault of sequences without a restored prefix; ``None`` when there is none.
-        restored: the fault of sequences restored from their own caches; likewise.
+        fresh: the fault of sequences without a restored prefix; ``None`` if there is none.
+        restored: likewise, of sequences restored from their own caches.
         apart: the largest difference seen, in the unit of `_MOST_APART`.
         may_pass: whether the fault may pass by itself.
     """
@@ -282,14 +278,14 @@ def all_found(trials: Iterable[Found]) -> Found:
 
 
 class Reference:
-    """Every sequence alone and uncached, in `mlx_lm.generate`'s chunks: the standard that a batch is compared with."""
+    """Every sequence alone and uncached, in `mlx_lm.generate`'s chunks: the standard for a batch."""
 
     def __init__(self, model: Any, plan: TrialPlan) -> None:
         self._alone = {sequence.ids: _alone(model, sequence) for sequence in plan.sequences}
 
     def apart(self, sequence: TrialSequence, n_tokens: int, logprobs: Logprobs) -> float:
-        """How far `logprobs` after the sequence's first `n_tokens` tokens, its prompt at least, are from those of the
-        sequence alone."""
+        """The difference between `logprobs` after the sequence's first `n_tokens` tokens, its prompt at least, and
+        those of the sequence alone."""
         alone = self._alone[sequence.ids][n_tokens - sequence.n_prompt]
         seen = np.isfinite(alone)
         spread = float(alone[seen].std()) or 1.0
@@ -312,7 +308,7 @@ def try_plan(
     draft_ngram: bool,
     limit: Limit,
 ) -> Found:
-    """Run `plan` in the mode of `loaded`; with `loaded.has_memory`, its sequences then go on from their own caches."""
+    """Run `plan` in the mode of `loaded`; if that has memory, its sequences then continue from their own caches."""
     trial = _Trial(model, loaded, plan, max_batch=max_batch, draft_ngram=draft_ngram)
     fresh = trial.first_turn()
     fault, apart = _fault(fresh, reference, limit) if trial.error is None else (trial.error, math.inf)
@@ -332,8 +328,8 @@ _Observed = tuple[TrialSequence, int, Logprobs]
 
 
 def _fault(observed: Iterable[_Observed], reference: Reference, limit: Limit) -> tuple[str | None, float]:
-    """The fault of the sequence that is furthest from itself alone, if any, and how far that is; where the limit need
-    not hold at every step, also that of the steps of all sequences together."""
+    """The fault, if any, of the sequence that differs most from itself alone, and that difference. If the limit need
+    not hold at every step, the steps of all sequences together are judged, too."""
     by_sequence: dict[TrialSequence, list[float]] = defaultdict(list)
     for sequence, n_tokens, logprobs in observed:
         by_sequence[sequence].append(reference.apart(sequence, n_tokens, logprobs))
@@ -373,7 +369,7 @@ class _Trial:
         return next(sequence for sequence in self._plan.sequences if sequence.ids[: len(ids)] == ids)
 
     def first_turn(self) -> list[_Observed]:
-        """Some sequences from the start, the others once each of those has a token."""
+        """Some sequences from the start, and the others after each of those has a token."""
         at_once = [sequence for sequence in self._plan.sequences if not sequence.joins]
         uids = {self._submit(one, one.n_prompt, one.n_answer): one for one in at_once}
         while self.error is None and min((one.tokens for one in self._engine.progress().values()), default=1) < 1:
@@ -382,7 +378,7 @@ class _Trial:
         return self._run(uids)
 
     def second_turn(self) -> list[_Observed]:
-        """The sequences go on from their own caches, each from another place, beside one without a cache."""
+        """The sequences continue from their own caches, each from another place, beside one without a cache."""
         uids = {}
         *restored, fresh = self._plan.sequences
         for number, sequence in enumerate(restored):
@@ -426,7 +422,6 @@ class _Trial:
         self._observed.append((sequence, n_tokens, np.asarray(logprobs.astype(mx.float32)).reshape(-1)))
 
     def broke(self, error: Exception) -> None:
-        """A step has raised this."""
         self.may_pass = self.may_pass or may_pass(error)
         self.error = self.error or one_line(error)
 
