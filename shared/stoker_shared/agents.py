@@ -1,6 +1,6 @@
 """Jobs that read or change an agent's memory and generate nothing: their request and their results. No I/O.
 
-Such a job keeps its place among the agent's other jobs: `info` runs beside other readers, all other actions write.
+`info` runs beside other reading jobs of the agent; the other actions write, and run in the order of enqueueing.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ AgentAction = Literal["info", "forget", "fork", "rollback"]
 
 
 class AgentRequest(BaseModel):
-    """One reading or change of an agent's memory.
+    """A request to read or change an agent's memory.
 
     Attributes:
         action: ``info``; ``forget``: remove the agent; ``fork``: make `target`, which continues from here;
@@ -37,7 +37,7 @@ class AgentRequest(BaseModel):
 
     @property
     def changed_agent(self) -> str:
-        """The agent that this job writes, if it writes any."""
+        """The agent whose memory this job writes, if it writes: `target` for `fork`."""
         return self.target or self.agent_id
 
     @model_validator(mode="after")
@@ -61,12 +61,8 @@ class AgentRequest(BaseModel):
 
 
 def build_agent_request(fields: Mapping[str, Any]) -> AgentRequest:
-    """Validate the fields of one request.
-
-    Raises:
-        RequestVersionTooNew: `v` is above ``AGENT_REQUEST_VERSION``.
-        InvalidRequest: anything else; the message names each bad field.
-    """
+    """Raises `RequestVersionTooNew`: `v` is above ``AGENT_REQUEST_VERSION``. Raises `InvalidRequest` for any other
+    fault; its message names each bad field."""
     return validated(AgentRequest, fields, newest_version=AGENT_REQUEST_VERSION)
 
 
@@ -76,7 +72,7 @@ class _AgentResult(Record):
 
 
 class PastVersion(Record):
-    """A version that `rollback` can go back to.
+    """A version to which `rollback` can return.
 
     Attributes:
         tokens: length of its conversation.
@@ -91,16 +87,16 @@ class PastVersion(Record):
 
 
 class AgentInfo(_AgentResult):
-    """An agent's memory as the worker has it.
+    """An agent's memory, as its worker has it.
 
     Attributes:
-        exists: whether there is such an agent; if not, all other fields have their defaults.
+        exists: whether the agent exists; if not, all other fields have their defaults.
         version: the newest version.
-        tokens, messages, text_chars: length of the conversation; ``None`` where the count does not apply or cannot be
+        tokens, messages, text_chars: length of the conversation; ``None`` if the count does not apply or cannot be
             read.
-        cached_tokens: how many of `tokens` have a cache.
+        cached_tokens: how many of `tokens` are in the cache.
         own_bytes: size of its records, tail and snapshots on disk.
-        block_bytes: size of its cached blocks on disk; other agents may use some of these too.
+        block_bytes: size of its cached blocks on disk; other agents may share some of them.
         last_used: when its newest version was saved, ISO 8601, UTC.
         state: ``ok``; ``unsaved``: its last turn is not in its conversation, so `append` is refused; ``unreadable``.
         problem: explains a `state` that is not ``ok``.
@@ -123,12 +119,12 @@ class AgentInfo(_AgentResult):
 
 
 class AgentForgotten(_AgentResult):
-    """An agent was removed: its conversation, its results, and the blocks that only it used.
+    """An agent was removed: its conversation, its results, and the blocks that no other agent used.
 
     Attributes:
-        existed: whether there was such an agent.
+        existed: whether the agent existed.
         version: its last version.
-        blocks: how many blocks were removed, of `block_bytes` in all; `shared_blocks` more are in use by other agents.
+        blocks: the number of blocks removed, `block_bytes` in all; other agents still use `shared_blocks` more.
     """
 
     action: Literal["forget"] = "forget"
@@ -165,9 +161,5 @@ _RESULT: TypeAdapter[AgentResult] = TypeAdapter(Annotated[AgentResult, Field(dis
 
 
 def read_agent_result(fields: Mapping[str, Any]) -> AgentResult:
-    """The result in a finished job's return value.
-
-    Raises:
-        pydantic.ValidationError: it is not the result of such a job.
-    """
+    """The result in a finished job's return value. Raises `pydantic.ValidationError`: it is not such a result."""
     return _RESULT.validate_python(fields)

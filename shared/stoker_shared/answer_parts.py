@@ -1,8 +1,8 @@
-"""Cuts the text of an answer into thinking, tool calls and text, by the markers between them. Pure.
+"""Cuts an answer into thinking, tool calls and text, by the markers between them. Pure.
 
-It follows the markers as mlx-lm's state machine does, but keeps every character: the parts, put together, are the text.
-Two differences, where a model only mentions a marker: thinking that the model closes has no calls in it, and text that
-does not parse as a call stays where it is.
+It follows the markers as mlx-lm's state machine does, but keeps every character: the parts, joined, are the answer. It
+differs in two cases in which a model only mentions a marker: thinking that the model closes contains no calls, and text
+that does not parse as a call stays where it is.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -17,7 +17,7 @@ State = Literal["normal", "reasoning", "tool", "header"]
 
 
 class Edge(NamedTuple):
-    """In `state`, the text `marker` leads to the state `to`. An empty one would be found in one place for ever."""
+    """In `state`, the text `marker` leads to the state `to`. An empty marker would make the search loop for ever."""
 
     state: State
     marker: Annotated[str, Field(min_length=1)]
@@ -29,9 +29,8 @@ class Markers(BaseModel):
 
     Attributes:
         first: the state in which the answer begins.
-        edges: how markers lead from state to state, without those out of a call; also without those into one if calls
-            stay text.
-        is_call: whether the answer, except for its thinking, is one call, with markers or without.
+        edges: no edge leaves a call, because the closing marker ends it; none enters one if calls are to stay text.
+        is_call: whether the whole answer behind its thinking is one call, with markers or without.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -41,17 +40,17 @@ class Markers(BaseModel):
     is_call: bool = False
 
     def are_one_call(self, state: State, text: str, at: int, found: "tuple[int, Edge] | None") -> bool:
-        """True if the text from `at` on is a call, whatever markers are in it: `found` is the next of `state`, with its
-        place. Only thinking may come before a call."""
+        """True if the text from `at` on is one call, whatever markers it contains. Only thinking may come before a
+        call. `found` is the next edge out of `state`, with its position."""
         return self.is_call and state == "normal" and (found is None or bool(text[at : found[0]].strip()))
 
 
 Kind = Literal["text", "reasoning", "call", "markup"]
-"""`markup` are the markers themselves, and headers; a `call` has its markers."""
+"""`markup` is a marker or a header; the text of a `call` includes its markers."""
 
 ReadCalls = Callable[[str, bool], str | None]
-"""Takes the text between a call's markers, and whether the closing one is there. Returns why it is no call, if it is
-none."""
+"""Takes the text between a call's markers, and whether the closing marker is there. Returns ``None``, or why the text
+is not a call."""
 
 
 class AnswerPart(NamedTuple):
@@ -61,11 +60,7 @@ class AnswerPart(NamedTuple):
 
 @dataclass
 class Parts:
-    """The parts of one answer so far.
-
-    Attributes:
-        error: why the first text that looks like a call is none.
-    """
+    """The parts of one answer so far. `error`: why the first text that looks like a call is not one."""
 
     found: list[AnswerPart] = field(default_factory=list)
     error: str | None = None
@@ -81,7 +76,8 @@ class Parts:
 
     @property
     def content(self) -> str:
-        """The text without white space at its end, and, unless the answer begins with text, at its beginning."""
+        """The text without white space at its end; at its beginning, white space stays only if the answer begins with
+        text."""
         opening = takewhile(lambda part: part.kind == "text", self.found)
         begins_with_text = any(part.text.strip() for part in opening)
         return self.said.rstrip() if begins_with_text else self.said.strip()
@@ -94,11 +90,11 @@ class Parts:
 
 
 def cut(text: str, markers: Markers, read_calls: ReadCalls, tool_end: str | None) -> Parts:
-    """The parts of a whole answer.
+    """The parts of a complete answer.
 
     Args:
-        read_calls: takes each call, without its markers; the call of an answer that `is_call` with them.
-        tool_end: the marker after a call; empty: calls last to the end of the answer.
+        read_calls: gets each call without its markers, but the call of an answer that `is_call` with them.
+        tool_end: the marker after a call; if it is empty, a call lasts to the end of the answer.
     """
     parts, next_place = Parts(), _Places(text)
     edges: Sequence[Edge] = markers.edges
@@ -127,7 +123,7 @@ def cut(text: str, markers: Markers, read_calls: ReadCalls, tool_end: str | None
             state = "normal"
             continue
         parts.error = parts.error or error
-        if close < 0:  # no call after it can be whole; thinking may still end
+        if close < 0:  # no later call can be complete; thinking may still end
             edges, at = [edge for edge in edges if edge.to != "tool"], inside
         parts.add(_kind(state) if state == "reasoning" else "text", text[place:at])
         state = "reasoning" if state == "reasoning" else "normal"
@@ -135,9 +131,8 @@ def cut(text: str, markers: Markers, read_calls: ReadCalls, tool_end: str | None
 
 
 class Cutter:
-    """Cuts an answer that grows. It reads only what follows the last certain marker, so that a long answer with many
-    markers is not cut anew at each piece.
-    """
+    """Cuts a growing answer. It reads only the text behind the last certain marker, so that a long answer with many
+    markers is not cut anew for each piece."""
 
     def __init__(self, markers: Markers) -> None:
         self.markers: Final = markers
@@ -145,13 +140,11 @@ class Cutter:
         self._certain = Parts()
 
     def cut_so_far(self, text: str) -> Parts:
-        """The parts that an answer has for certain if its text begins with `text`.
+        """The parts that are certain in every answer that begins with `text`, which continues the text of the last
+        call.
 
-        Their `content` and `reasoning` are beginnings of the whole answer's. They end where a marker may have begun,
-        and before the first call: only the whole answer shows whether it is one.
-
-        Args:
-            text: goes on from that of the last time.
+        Their `content` and `reasoning` are prefixes of the complete answer's. They end where a marker may have begun,
+        and before the first call, because only the complete answer shows whether it is a call.
         """
         next_place = _Places(text)
         while True:
@@ -176,11 +169,7 @@ def _kind(state: State) -> Kind:
 
 
 class _Places:
-    """Finds markers from left to right. It reads the text once for each marker, however often it is asked.
-
-    Attributes:
-        end: the text's length.
-    """
+    """Finds markers from left to right: one pass over the text for each marker. `end` is the text's length."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -188,7 +177,7 @@ class _Places:
         self._found: dict[str, int] = {}
 
     def __call__(self, marker: str, at: int) -> int:
-        """The first place of `marker` from `at` on, which never goes back; `end` if there is none."""
+        """The first position of `marker` from `at` on, or `end`. `at` never decreases."""
         if self._found.get(marker, -1) < at:
             place = self._text.find(marker, at)
             self._found[marker] = place if place >= 0 else self.end
@@ -196,7 +185,7 @@ class _Places:
 
 
 def _next_edge(next_place: _Places, at: int, edges: list[Edge]) -> tuple[int, Edge] | None:
-    """The first marker from `at` on, and its place. In thinking, a call comes after every other marker."""
+    """The first marker from `at` on, and its position. In thinking, a marker of a call ranks behind all others."""
     places = [(place, edge) for edge in edges if (place := next_place(edge.marker, at)) < next_place.end]
     return min(
         places, key=lambda found: (found[1].to == "tool" and found[1].state == "reasoning", found[0]), default=None
@@ -204,7 +193,7 @@ def _next_edge(next_place: _Places, at: int, edges: list[Edge]) -> tuple[int, Ed
 
 
 def _begun_marker(text: str, at: int, edges: Collection[Edge]) -> int:
-    """The first place from `at` on where the text ends in an unfinished marker; the text's length if there is none."""
+    """Where, from `at` on, the text ends in an unfinished marker; the text's length if it does not."""
     markers, end = [edge.marker for edge in edges], len(text)
     longest = max(map(len, markers), default=0)
     for place in range(max(at, end - longest + 1), end):

@@ -1,12 +1,12 @@
-"""The check that an answer has to pass, as a job carries it, and its evaluation. Pure; both sides use it.
+"""The check that a job sets for its answer, and its evaluation. Pure; both sides use it.
 
-Patterns are of Rust's dialect. Python's `re` may take for ever to find one; this takes time in proportion to the text
-and to the pattern, with its counted repetitions written out. Both hold up all threads meanwhile, so the pattern's
-length is bounded.
+Patterns use Rust's dialect. Python's `re` may need exponential time for a search; Rust's engine needs time in
+proportion to the text and to the pattern with its counted repetitions written out. Both block all other threads, so the
+pattern's length is limited.
 
-A JSON Schema is somebody else's program. Reading it and applying it to one answer take a bounded time, and a `$ref`
-finds only what is in the schema or in jsonschema's own package. So no part of a schema may choose its dialect, as
-`$schema` does: jsonschema's classes have no such bounds.
+A JSON Schema comes from outside and may be hostile. Reading it and applying it to one answer are limited in time, and a
+`$ref` resolves only within the schema or jsonschema's own package. A schema may not choose its dialect by `$schema`,
+because jsonschema's own classes have no such limits.
 """
 
 import json
@@ -30,16 +30,16 @@ _Texts = Annotated[
 
 
 class Check(BaseModel):
-    """An answer is accepted if all that is set here holds. Texts are looked for in the answer without thinking and
-    without tool calls.
+    """An answer is accepted if it meets all conditions that are set. Conditions on text apply to the answer without its
+    thinking and its tool calls.
 
     Attributes:
         json_schema: the answer is JSON that is valid for this schema (2020-12; `format` is not checked, and a `$ref`
             stays within the schema).
-        regex: a pattern in Rust's dialect that is found somewhere in the answer; ``^(?:...)$`` for the whole of it.
-        contains, forbids: texts that are in the answer, or not.
+        regex: a pattern in Rust's dialect, found anywhere in the answer; use ``^(?:...)$`` to match all of it.
+        contains, forbids: texts that must, or must not, be in the answer.
         min_mean_logprob: the least mean log-probability of the answer's tokens, 0 or below; needs `logprobs`.
-        finish_reason: the accepted ones.
+        finish_reason: the accepted reasons.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -66,11 +66,10 @@ class Check(BaseModel):
 
 
 _MOST_WRITTEN_OUT: Final = 10_000
-"""Characters; a text of 100,000 characters then takes some ten seconds in the worst case."""
+"""Characters; a search in 100,000 characters then takes about ten seconds in the worst case."""
 
 _MOST_CHARACTERS: Final = 40_000
-"""The pattern's length as it is given: the parser takes up to seven kilobytes for four characters, before it refuses
-any."""
+"""Characters of the pattern as given: the parser takes up to 7 KB for every four of them before it can refuse any."""
 
 _TOKEN: Final = re.compile(
     r"(?P<class>\[\^?\]?(?:\\.|\[[^\]]*\]|[^\]\\])*\])|\\[pPxuU]\{[^}]*\}|\\."
@@ -80,23 +79,16 @@ _TOKEN: Final = re.compile(
 
 
 class NoPattern(ValueError):
-    """It is no pattern of this dialect, or too large."""
+    """The pattern is not of Rust's dialect, or is too large."""
 
 
 def require_pattern(regex: str) -> None:
-    """
-    Raises:
-        NoPattern: as the name says.
-    """
+    """Raises `NoPattern`."""
     _compiled(regex)
 
 
 def is_found(regex: str, text: str) -> bool:
-    """True if the pattern is somewhere in the text.
-
-    Raises:
-        NoPattern: as `require_pattern`.
-    """
+    """True if the pattern matches anywhere in the text. Raises `NoPattern`."""
     try:
         _compiled(regex).validate_python(text)
     except ValidationError:
@@ -118,11 +110,8 @@ def _compiled(regex: str) -> SchemaValidator:
 
 
 def _written_out(regex: str) -> int:
-    """About how many characters the pattern has without counted repetitions.
-
-    Raises:
-        NoPattern: it has the flag `x`: comments could hide what is counted.
-    """
+    """The pattern's approximate length in characters with counted repetitions written out. Raises `NoPattern`: it has
+    the flag `x`, whose comments could hide characters from the count."""
     outer: list[int] = []
     length = last = 0
     for token in _TOKEN.finditer(regex):
@@ -146,18 +135,15 @@ _REASON_CHARACTERS: Final = 200
 
 
 def rejection(check: Check, answer: Choice) -> str | None:
-    """Why the check rejects the answer, in one line that begins with the condition; ``None``: it is accepted."""
+    """Why the check rejects the answer: one line that begins with the condition's name. ``None`` if it is accepted."""
     reason = _first_fault(check, answer)
-    # The answer's JSON may name half of a character, which no text can hold.
+    # The answer's JSON may contain half of a surrogate pair, which UTF-8 cannot encode.
     return None if reason is None else reason[:_REASON_CHARACTERS].encode(errors="replace").decode()
 
 
 def make_ready(check: Check) -> None:
-    """
-    Raises:
-        InvalidRequest: its schema is none, has a pattern or a reference that cannot be used, or takes too long to read;
-            or the package that reads schemas is missing.
-    """
+    """Raises `InvalidRequest`: the schema is invalid, has a pattern or reference that cannot be used, or takes too long
+    to read; or the package jsonschema is missing."""
     if check.json_schema is not None:
         _validator(_as_text(check.json_schema))
 
@@ -192,10 +178,10 @@ class _TooMuch(Exception):
 
 
 def _schema_fault(schema: dict[str, Any], text: str) -> str | None:
-    """The first fault of an answer, with the keyword and the place; ``None`` if it is valid.
+    """The keyword and the place of an answer's first fault; ``None`` if it is valid.
 
-    It raises nothing: the answer's turn may be saved already, so a schema that cannot be read now, though it could
-    before, rejects the answer and does not fail the job.
+    It never raises: the turn may be saved already. A schema that could be read before and cannot be now rejects the
+    answer instead of failing the job.
     """
     try:
         validator = _validator(_as_text(schema))
@@ -207,13 +193,13 @@ def _schema_fault(schema: dict[str, Any], text: str) -> str | None:
         return "the answer is not JSON"
     try:
         error = _first_error(validator, value)
-    except Exception as raised:  # whatever a schema does, it does to one answer
+    except Exception as raised:  # whatever goes wrong in a schema concerns one answer only
         return f"the schema cannot be applied ({type(raised).__name__.lstrip('_')})"
     return None if error is None else f"{error.validator!r} at {error.json_path}"
 
 
 class _Dialect(NamedTuple):
-    """`of_answers`: a class of validators. `of_schemas`: the validator that says what is a schema."""
+    """`of_answers`: the class of validators for answers. `of_schemas`: the validator for schemas."""
 
     of_answers: Any
     of_schemas: Any
@@ -278,10 +264,8 @@ def _validator(schema_text: str) -> Any:
 
 
 def _require_supported(schema: Any) -> None:
-    """
-    Raises:
-        InvalidRequest: it has `patternProperties`, which jsonschema looks up with Python's `re` in several places.
-    """
+    """Raises `InvalidRequest`: it has `patternProperties`; jsonschema matches these with Python's `re` in several
+    places."""
     if isinstance(schema, dict) and isinstance(schema.get("patternProperties"), dict):
         raise InvalidRequest("check.json_schema: 'patternProperties' is not supported; see 'propertyNames'")
     for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
@@ -309,7 +293,7 @@ def _pattern(validator: Any, regex: str, instance: Any, schema: Any) -> Iterator
 
 
 def _unique_items(validator: Any, wanted: bool, instance: Any, schema: Any) -> Iterator[Any]:
-    """jsonschema compares each item with each other one."""
+    """Replaces jsonschema's own, which compares each item with every other one."""
     from jsonschema import ValidationError as Fault
 
     if wanted and validator.is_type(instance, "array") and len(set(map(_key, instance))) < len(instance):
@@ -317,12 +301,12 @@ def _unique_items(validator: Any, wanted: bool, instance: Any, schema: Any) -> I
 
 
 def _key(value: Any) -> Any:
-    """The same for JSON values that are equal, and only for these."""
+    """Equal for two JSON values if, and only if, they are equal."""
     if isinstance(value, list):
         return "array", tuple(map(_key, value))
     if isinstance(value, dict):
         return "object", frozenset((name, _key(item)) for name, item in value.items())
-    return isinstance(value, bool), value  # for Python, 1 and true are equal
+    return isinstance(value, bool), value  # in Python, 1 == True
 
 
 def _is_pattern(regex: object) -> bool:

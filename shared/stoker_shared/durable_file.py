@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, also after a power cut. Any thread; knows no format."""
+"""Files and folders that appear completely or not at all, also after a power cut. Any thread; knows no format."""
 
 import fcntl
 import os
@@ -13,12 +13,7 @@ _FULL_SYNC: Final[int | None] = getattr(fcntl, "F_FULLFSYNC", None)
 
 
 def write_new(path: Path, content: bytes = b"") -> None:
-    """Make a new file, mode 0600, with this content, and sync it.
-
-    Raises:
-        FileExistsError: `path` exists.
-        OSError: it could not be written; part of it may be there.
-    """
+    """Make a new file of mode 0600 and sync it. Raises `FileExistsError`; `OSError`: part of it may be written."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
         file.flush()
@@ -26,19 +21,16 @@ def write_new(path: Path, content: bytes = b"") -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Give a file this content, mode 0600. Raises `OSError`: then it is as it was."""
+    """Give a file this content and mode 0600. Raises `OSError`: the file is unchanged."""
     with draft_of(path) as draft:
         write_new(draft, content)
 
 
 @contextmanager
 def draft_of(target: Path) -> Iterator[Path]:
-    """A free name beside `target`, for a file or a folder of files. When the block ends well, what it made there is
-    synced and takes the place of `target`; otherwise it is removed.
-
-    Raises:
-        OSError: it could not be synced or renamed; `target` is as it was.
-    """
+    """A free name beside `target`, for a file or a folder of files. When the block ends without an error, the draft is
+    synced and replaces `target`; otherwise it is removed. Raises `OSError`: it could not be synced or renamed, and
+    `target` is unchanged."""
     draft = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.draft")
     try:
         yield draft
@@ -47,7 +39,7 @@ def draft_of(target: Path) -> Iterator[Path]:
         draft.replace(target)
         sync(target.absolute().parent, to_platter=True)
     except BaseException as error:
-        if isinstance(error, OSError) and str(error.filename) == str(draft):  # a name that nobody knows
+        if isinstance(error, OSError) and str(error.filename) == str(draft):  # the caller never saw the draft's name
             error.filename, error.filename2 = str(target), None
         shutil.rmtree(draft, ignore_errors=True)
         with suppress(OSError):
@@ -56,16 +48,13 @@ def draft_of(target: Path) -> Iterator[Path]:
 
 
 def sync(path: Path, *, to_platter: bool = False) -> None:
-    """Make a file's content, or the names in a folder, survive a crash. Raises `OSError`.
-
-    Args:
-        to_platter: everything that was synced before too, through the drive's own cache.
-    """
+    """Make a file's content, or a folder's names, survive a crash; with `to_platter`, also flush the drive's own cache,
+    with all that was synced before. Raises `OSError`."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
         if to_platter and _FULL_SYNC is not None:
-            # On macOS fsync stops at the drive's cache. A file system that refuses this has nothing better.
+            # On macOS fsync ends at the drive's cache. A file system that refuses this call offers nothing better.
             with suppress(OSError):
                 fcntl.fcntl(descriptor, _FULL_SYNC)
     finally:

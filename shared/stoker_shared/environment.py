@@ -1,7 +1,7 @@
 """The sources of the commands' settings: `STOKER_*` variables, the worker's TOML file, the user's embedded server.
 
-`stoker` and `stoker-worker` run in the same shell, so each accepts the variables of both. Only the commands refuse
-unknown ones: a library does not judge the environment of its process. Nothing here knows what a setting means.
+`stoker` and `stoker-worker` run in one shell, so each accepts the variables of both. Only the commands refuse unknown
+ones; the library ignores them. This module knows no setting's meaning.
 """
 
 import fcntl
@@ -16,7 +16,7 @@ from stoker_shared.durable_file import replace_file
 
 ENV_PREFIX: Final = "STOKER_"
 REDIS_URL_VARIABLE: Final = "STOKER_REDIS_URL"
-"""Read by both commands and by producers; the others only by `stoker-worker`."""
+"""Both commands and producers read it; the other variables are for `stoker-worker` alone."""
 
 _NAMES: Final = """
     ADAPTER AGENT_TTL BURST CHAT_TEMPLATE CONFIG DEFAULTS DRAFT_NGRAM DTYPE ENGINE GRACE_S HEARTBEAT_S
@@ -26,14 +26,12 @@ _NAMES: Final = """
     SKIP_PROOF STANDBY STORE STORE_DTYPE STORE_MAX_BYTES STUCK_AFTER_S TRUST_REMOTE_CODE VERBOSE WIRED_MEMORY
 """
 VARIABLES: Final = frozenset(f"{ENV_PREFIX}{name}" for name in _NAMES.split())
-"""Each has the name of a field of the worker's settings."""
+"""Each is named after a field of the worker's settings."""
 
 
 def require_known_variables(environment: Mapping[str, str] = os.environ) -> None:
-    """
-    Raises:
-        ValueError: a name begins with ``STOKER_`` and is not in `VARIABLES`; the message has it and the nearest name.
-    """
+    """Raises `ValueError`: a name begins with ``STOKER_`` and is not in `VARIABLES`. The message has it and the closest
+    name."""
     unknown = sorted(name for name in environment if name.startswith(ENV_PREFIX) and name not in VARIABLES)
     if unknown:
         named = ", ".join(_with_the_nearest(name, VARIABLES, 0.8) for name in unknown)
@@ -50,11 +48,7 @@ USUAL_PLACE: Final = "~/.config/stoker/worker.toml"
 
 
 def settings_file(named: object) -> Path | None:
-    """The file to read.
-
-    Args:
-        named: ``None`` for the usual place, an empty text for no file.
-    """
+    """The file to read. `named`: ``None`` for the usual place, an empty text for no file."""
     if named is None:
         usual = Path(USUAL_PLACE).expanduser()
         return usual if usual.exists() else None
@@ -62,14 +56,9 @@ def settings_file(named: object) -> Path | None:
 
 
 def read_settings_file(path: Path, known: Collection[str]) -> dict[str, Any]:
-    """The settings in the file, by name, as an option or a variable would give them.
-
-    Args:
-        known: the names that it may have; ``-`` in the file counts as ``_``.
-
-    Raises:
-        ValueError: it cannot be read, is no TOML, or has an unknown name.
-    """
+    """The settings in the file by name, with values as an option or a variable would have them. `known` are the allowed
+    names; ``-`` in the file counts as ``_``. Raises `ValueError`: it cannot be read, is not TOML, or has an unknown
+    name."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -84,7 +73,7 @@ def read_settings_file(path: Path, known: Collection[str]) -> dict[str, Any]:
 
 
 def _as_given(value: object) -> object:
-    """Options have no lists and no tables: they are ``a,b`` and ``key=value,...`` there."""
+    """Options have no lists and no tables, but ``a,b`` and ``key=value,...``."""
     match value:
         case list():
             return ",".join(map(str, value))
@@ -95,21 +84,20 @@ def _as_given(value: object) -> object:
 
 DEFAULT_REDIS_URL: Final = "redis://127.0.0.1:6379"
 SHOWN: Final = "~/.stoker/redis.url"
-"""The file that leads a user's commands to that user's embedded server, as people read it; its mode is 0600.
-
-Line 1 is the URL with its password, line 2 the lock file that the server process holds as long as it lives: a port
-alone could be another program's by now."""
+"""The file that names the user's embedded server, mode 0600, in the form that people read. Line 1 is the URL with its
+password, line 2 the lock file that the server's process holds while it lives: by now, another program may use the
+port."""
 
 
 def publish(url: str, lock: Path) -> None:
-    """Lead this user's commands to this server; an earlier one is forgotten. Raises `OSError`."""
+    """Make this server the default of the user's commands, in place of any earlier one. Raises `OSError`."""
     file = Path(SHOWN).expanduser()
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     replace_file(file, f"{url}\n{lock}\n".encode())
 
 
 def default_redis_url() -> str:
-    """The server where none is named: this user's embedded one if it lives, else `DEFAULT_REDIS_URL`."""
+    """The server to use if none is named: this user's embedded one if it runs, else `DEFAULT_REDIS_URL`."""
     try:
         url, lock, *_ = Path(SHOWN).expanduser().read_text(encoding="utf-8").splitlines()
         return url if _is_held(Path(lock)) else DEFAULT_REDIS_URL

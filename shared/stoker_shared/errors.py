@@ -1,20 +1,20 @@
-"""The errors that a failed job has, or that cross from one package into another, as one tree under `StokerError`.
+"""The tree of errors under `StokerError`: those of failed jobs, and those that cross from one package into another.
 
-An error of one package alone (`BatchGone`, `CallbacksNotLoadable`, `BatchHeld`) is defined there, as a `StokerError`.
+Errors of one package alone (`BatchGone`, `CallbacksNotLoadable`, `BatchHeld`) are subclasses defined there.
 """
 
 from typing import Any
 
 
 class StokerError(Exception):
-    """Base of everything below."""
+    """Base of all of stoker's errors."""
 
     retryable: bool = False
-    """True if the same call or job may well succeed later, because the cause lies outside it and passes."""
+    """True if the same call or job may succeed later, because the cause lies outside it and passes."""
 
 
 class RequestError(StokerError, ValueError):
-    """The job can never succeed as it is; it is failed at once and never retried."""
+    """The job can never succeed as it is; it fails at once and is never retried."""
 
 
 class InvalidRequest(RequestError):
@@ -22,7 +22,7 @@ class InvalidRequest(RequestError):
 
 
 class RequestVersionTooNew(RequestError):
-    """The request's `v` is newer than this side's; the message has both."""
+    """The request's `v` is newer than this side reads; the message has both versions."""
 
 
 class RequestTooLarge(RequestError):
@@ -30,7 +30,7 @@ class RequestTooLarge(RequestError):
 
 
 class ContextLimitExceeded(RequestError):
-    """prompt + max_tokens exceeds the model's context. With `fit_max_tokens`, the prompt leaves no room for an answer
+    """prompt + max_tokens exceeds the model's context. With `fit_max_tokens`: the prompt leaves no room for an answer
     in the context, or in the worker's KV memory. The message has the numbers."""
 
 
@@ -39,28 +39,28 @@ class BlockPoolTooSmall(RequestError):
 
 
 class ModelMismatch(RequestError):
-    """The job names another model than the one this worker has loaded."""
+    """The job asks for another model than this worker has loaded."""
 
 
 class TemplateError(RequestError):
-    """The model has no chat template, or its template refused these messages."""
+    """The model has no chat template, or the template refused these messages."""
 
 
 class GuideRefused(RequestError):
-    """A grammar or schema is wrong, not supported, or too large; the message has the reason."""
+    """A grammar or schema is wrong, unsupported or too large; the message has the reason."""
 
 
 class DuplicateJob(RequestError):
-    """The id a producer chose names a job with another request, or in another queue; nothing was enqueued."""
+    """The job id chosen by a producer belongs to another request or to a job in another queue. Nothing was enqueued."""
 
 
 class TranscriptMismatch(RequestError):
-    """`append` gave a prompt to an agent whose transcript is made of messages, or the other way round."""
+    """`append` gave a prompt to an agent whose transcript consists of messages, or messages to one made of prompts."""
 
 
 class PayloadRefused(RequestError):
-    """Not a JSON job of stoker's: a pickle, another function, or one with webhooks, callbacks,
-    repeats or a rate limit."""
+    """The job is not a JSON job of stoker's (a pickle, another function), or has webhooks, callbacks, repeats or a rate
+    limit."""
 
 
 class AgentMemoryError(StokerError):
@@ -68,7 +68,7 @@ class AgentMemoryError(StokerError):
 
 
 class AgentTranscriptUnreadable(AgentMemoryError):
-    """`append` cannot be sure of the conversation to continue. `usable`: the `AgentVersion` that `full` may use."""
+    """The conversation that `append` would continue is uncertain. `usable`: the `AgentVersion` that `full` may use."""
 
     def __init__(self, message: str, *, usable: Any = None) -> None:
         super().__init__(message)
@@ -76,37 +76,37 @@ class AgentTranscriptUnreadable(AgentMemoryError):
 
 
 class SharedStoreAway(AgentMemoryError):
-    """The shared store does not answer, so it is not known how an agent goes on. No job fails for it: it waits."""
+    """The shared store does not answer, so the agent's newest version is unknown. The job does not fail; it waits."""
 
     retryable = True
 
 
 class VersionTaken(AgentMemoryError):
-    """Another worker has made the agent's next version meanwhile. No job fails for it: it runs again from that one."""
+    """Another worker has made the agent's next version. The job does not fail; it runs again from that version."""
 
     retryable = True
 
 
 class AgentVersionNotSaved(AgentMemoryError):
-    """A turn or a change could not be written to disk and did not happen; a forgotten agent may have files left."""
+    """A turn or a change could not be written to disk and has no effect; files of a forgotten agent may remain."""
 
     retryable = True  # a full disk
 
 
 class AgentVersionConflict(AgentMemoryError):
-    """The agent is not at the version that the job expects or continues: another job changed it."""
+    """The agent is not at the version that the job expects or continues, because another job changed it."""
 
 
 class AgentNotFound(AgentMemoryError):
-    """There is no such agent, or it has no such version; no new agent was made instead."""
+    """The agent, or the version of it, does not exist; no new agent was made instead."""
 
 
 class AgentExists(AgentMemoryError):
-    """There already is an agent with the new agent's id."""
+    """An agent with the new agent's id exists already."""
 
 
 class AgentBusy(AgentMemoryError):
-    """Another process is working on the agent, a worker or a command of the shell. Nothing was changed."""
+    """Another process, a worker or a shell command, is working on the agent. Nothing was changed."""
 
     retryable = True
 
@@ -128,7 +128,7 @@ class GenerationTimedOut(EngineError):
 
 
 class WorkerLostTooOften(EngineError):
-    """Too many workers were lost while they ran this job alone; it is not tried again."""
+    """Too many workers were lost while each ran only this job; it is not tried again."""
 
 
 class EngineFailed(EngineError):
@@ -142,27 +142,28 @@ class QueueError(StokerError):
 
 
 class RedisUnavailable(QueueError):
-    """No server answers at the URL, or it refused this client. The message never holds the password."""
+    """No server answers at the URL, or it refused this client. The message never contains the password."""
 
     retryable = True
 
 
 class QueueHeld(QueueError):
-    """Another live worker has this one's name on its queues; the message names its host and pid."""
+    """Another worker has this one's name, or serves its queue with another store or model, or has taken the queue over.
+    At start, the message names that worker's host and pid."""
 
     retryable = True
 
 
 class OwnershipLost(QueueError):
-    """The execution is no longer this worker's: the job was recovered by another worker, canceled or deleted."""
+    """The run no longer belongs to this worker: another worker recovered the job, or it was canceled or deleted."""
 
 
 class JobLost(OwnershipLost):
-    """Redis has lost data, and with it the execution: no process has it."""
+    """Redis has lost data, and the job's run with it: no process has the job."""
 
 
 class JobError(StokerError):
-    """The end of a job as its producer sees it."""
+    """The end of a job, as its producer sees it."""
 
     def __init__(self, job_id: str, message: str) -> None:
         super().__init__(job_id, message)
@@ -176,14 +177,15 @@ class JobFailed(JobError):
     """The worker failed the job.
 
     Attributes:
-        reason: the worker's line, ``ErrorName: message``; `kind`: that name, ``Other`` if it is none of this module's.
-        retryable: `retryable` of the error's class: whether the request may well succeed when it is submitted again.
-        partial_text: the text that a job generated before it timed out, else ``None``.
+        reason: the worker's line, ``ErrorName: message``.
+        kind: that name, or ``Other`` if it is not an error of this module.
+        retryable: whether the request may succeed when it is submitted again, by the error's class.
+        partial_text: the text generated before the job timed out, else ``None``.
     """
 
     def __init__(self, job_id: str, reason: str, partial_text: str | None = None) -> None:
         super().__init__(job_id, f"failed: {reason}")
-        self.args = (job_id, reason, partial_text)  # a pickle is made from these
+        self.args = (job_id, reason, partial_text)  # pickle rebuilds the error from these
         self.reason, self.partial_text = reason, partial_text
         error = class_named(reason.partition(":")[0])
         self.kind, self.retryable = (error.__name__, error.retryable) if error else ("Other", False)
@@ -194,14 +196,14 @@ class JobCanceled(JobError):
 
 
 class JobNotFound(JobError):
-    """No job of this id: it never existed, was deleted, or its result has expired."""
+    """No job has this id: it never existed, was deleted, or its result has expired."""
 
     def __init__(self, job_id: str, message: str = "not found (it never existed, was deleted, or has expired)") -> None:
         super().__init__(job_id, message)
 
 
 class ResultTimeout(JobError, TimeoutError):
-    """The job has not ended within `timeout_s`; it continues, and can be waited for again."""
+    """The job has not ended within `timeout_s`; it continues, and one can wait for it again."""
 
     retryable = True
 

@@ -9,11 +9,10 @@ import click
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-"""`context_settings` of both commands."""
 
 _LAST: Final = "Other"
 _WHOLE_SENTENCE: Final = 500
-"""Characters; click would cut off a command's first sentence at the end of the line."""
+"""Characters; click would cut a command's first sentence off at the end of the line."""
 
 
 class _Option(click.Option):
@@ -29,7 +28,7 @@ class _WithExamples(click.Command):
 
 
 class LaidOutCommand(_WithExamples):
-    """A command whose help lists its options under headings, in the order in which these first occur."""
+    """A command whose help lists its options under headings, in the order of their first option."""
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         records: dict[str, list[tuple[str, str]]] = {}
@@ -42,7 +41,7 @@ class LaidOutCommand(_WithExamples):
 
 
 class LaidOutGroup(_WithExamples, click.Group):
-    """A group whose help lists its commands under the headings of `sections`, all others at the end."""
+    """A group whose help lists its commands under the headings of `sections`, and all others at the end."""
 
     command_class = LaidOutCommand
 
@@ -77,5 +76,4 @@ def options_under(heading: str) -> OptionMaker:
 
 
 def examples(*lines: str) -> str:
-    """An `epilog` with these command lines."""
     return "Examples:\n" + "\n".join(f"  {line}" for line in lines)

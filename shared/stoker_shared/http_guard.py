@@ -1,10 +1,10 @@
-"""Guards of the small HTTP servers: no pages of other sites, and a limit of connections, their life and their head.
+"""Guards of the small HTTP servers: against pages of other sites, and limits on connections, their life and their head.
 
-A page in a browser of this machine can send requests to loopback, and with a name of its own that it points at our
-address also read the answers (DNS rebinding). Both show in the headers that browsers send.
+A page in a browser of this machine can send requests to loopback. If its own host name points at our address, it can
+read the answers too (DNS rebinding). The headers that browsers send show both.
 
-The dashboard and the metrics close a connection after each answer, so its whole life is limited. One connection too
-many closes the oldest, so idle clients keep nobody out.
+The dashboard and the metrics close a connection after each answer, so each connection has a time limit. A connection
+over the limit closes the oldest one, so that idle clients block nobody.
 """
 
 import errno
@@ -25,7 +25,7 @@ LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 def host_name(host: str) -> str:
-    """The name or address in a ``Host`` header or an address to listen on, without port and brackets; empty if it is
+    """The name or address in a ``Host`` header or an address to listen on, without port and brackets; empty if it has
     none."""
     if host.count(":") > 1 and not host.startswith("["):
         return host
@@ -36,16 +36,13 @@ def host_name(host: str) -> str:
 
 
 def is_own_site(host: str | None, origin: str | None, names: Container[str] = LOOPBACK_NAMES) -> bool:
-    """
-    Args:
-        host, origin: the headers of the request.
-        names: in lower case, IPv6 addresses without brackets.
-    """
+    """Whether these headers of a request, `host` and `origin`, name this server. `names` are in lower case, IPv6
+    addresses without brackets."""
     return host_name(host or "") in names and (not origin or host_name(origin.partition("://")[2]) in names)
 
 
 def is_private_name(name: str) -> bool:
-    """True if no site of the web can have this name: it is an address, has no dot, or ends in ``.internal``."""
+    """True if no public site can have this name: it is an address, has no dot, or ends in ``.internal``."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -64,14 +61,15 @@ log = logging.getLogger(__name__)
 MOST_CONNECTIONS: Final = 32
 LIFE_S: Final = 30.0
 HEAD_BYTES: Final = 16 * 2**10
-"""`http.server` itself takes 6.5 MB, and five times as much to parse them."""
+"""`http.server` itself accepts 6.5 MB, and needs five times as much to parse them."""
 
 _PAUSE_S: Final = 0.1
 _LOG_S: Final = 60.0
 
 
 class LimitedThreads(ThreadingMixIn, _Server):
-    """Before the server class. Its connections may be closed at any time, so their handlers must bear `OSError`."""
+    """A mixin, listed before the server class. It may close a connection at any time, so handlers must expect
+    `OSError`."""
 
     daemon_threads = True
     block_on_close = False
@@ -112,18 +110,18 @@ class LimitedThreads(ThreadingMixIn, _Server):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exc_info()[1], OSError):  # the client is gone, or has been closed
+        if not isinstance(sys.exc_info()[1], OSError):  # the client is gone, or the connection was closed here
             super().handle_error(request, client_address)
 
     def _end(self, request: socket.socket) -> None:
-        """Its thread finds it closed, and ends."""
+        """The connection's thread finds it closed, and ends."""
         with self._lock:
             self._open.pop(request, None)
         with suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
 
     def _refused(self, error: OSError) -> None:
-        """There are no file descriptors; the server tries again at once, hundreds of times a second."""
+        """No file descriptor is free: wait, because the server would try again at once, hundreds of times a second."""
         if time.monotonic() > self._logged_at + _LOG_S:
             self._logged_at = time.monotonic()
             log.error("connections are refused: %s", error.strerror)
@@ -131,7 +129,7 @@ class LimitedThreads(ThreadingMixIn, _Server):
 
 
 class LimitedHead(_Handler):
-    """Before the class of the handler."""
+    """A mixin, listed before the handler class."""
 
     def parse_request(self) -> bool:
         head, rest = b"", self.rfile

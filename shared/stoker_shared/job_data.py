@@ -1,7 +1,7 @@
-"""Data that anyone may have written: unpacks what RQ compressed, and reads JSON, both within bounds. No I/O.
+"""Data that anyone may have written: unpacks what RQ compressed, and reads JSON, both within limits. No I/O.
 
-The bounds hold before anything is built. A text of 8 MiB can have four million values: Python takes gigabytes and
-minutes to build and to check those, and no other thread runs meanwhile, not even the one that renews a worker's lease.
+The limits are checked before any value is built. A text of 8 MiB can have four million values: Python needs gigabytes
+and minutes to build and check them, and blocks all other threads, including the one that renews a worker's lease.
 """
 
 import json
@@ -16,17 +16,15 @@ MAX_DATA_BYTES: Final = MAX_REQUEST_BYTES + 4096
 """The request plus RQ's frame around it, uncompressed."""
 
 MAX_RESULT_BYTES: Final = 2**29
-"""As much as Redis takes in one value, so as much as a result could have without compression."""
+"""Redis's own limit for one value, so also that of a result without compression."""
 
 MAX_REASON_BYTES: Final = 2**20
-"""The limit for the text that a failure left, which can be a traceback."""
+"""Limit for the text of a failure, which can be a traceback."""
 
 
 def unpacked(data: bytes, at_most: int = MAX_DATA_BYTES) -> bytes:
-    """The data uncompressed, cut off one byte over the limit: a kilobyte may unpack to a megabyte.
-
-    RQ compresses it; clients in other languages need not. What is no whole zlib stream is returned as it is.
-    """
+    """The data uncompressed, cut off one byte over the limit: a kilobyte may unpack to a megabyte. Data that is not a
+    complete zlib stream is returned as it is, because clients in other languages need not compress."""
     unpacking = zlib.decompressobj()
     try:
         text = unpacking.decompress(data, at_most + 1)
@@ -37,10 +35,10 @@ def unpacked(data: bytes, at_most: int = MAX_DATA_BYTES) -> bytes:
 
 
 MOST_VALUES: Final = 200_000
-"""Values of one text in all: numbers, strings, objects, arrays. A turn with a tool call has about 15."""
+"""All values in one text: numbers, strings, objects, arrays. A turn with a tool call has about 15."""
 
 MOST_LEVELS: Final = 100
-"""Objects and arrays inside one another."""
+"""Nested objects and arrays."""
 
 MOST_DIGITS: Final = 400
 """The longest integer: the time to read and to write one grows with the square of its length."""
@@ -66,7 +64,7 @@ def read_json(text: bytes, at_most: int = MAX_REQUEST_BYTES, *, is_echoed: bool 
 
 
 def is_within_bounds(text: bytes) -> bool:
-    """True if `require_bounds` lets it pass."""
+    """True if `require_bounds` accepts it."""
     try:
         require_bounds(text)
     except RequestTooLarge:
@@ -75,19 +73,16 @@ def is_within_bounds(text: bytes) -> bool:
 
 
 def require_bounds(text: bytes, at_most: int = MAX_REQUEST_BYTES) -> None:
-    """
-    Raises:
-        RequestTooLarge: as `read_json`, but for digits, of JSON; other text may pass.
-    """
+    """Raises `RequestTooLarge` as `read_json` does, except for digits. Text that is not JSON may pass."""
     if len(text) > at_most:
         raise RequestTooLarge(f"the request is {len(text)} bytes of JSON, the limit is {at_most}")
-    if _n_values(text) <= MOST_LEVELS:  # a short way for nearly all that do not call tools
+    if _n_values(text) <= MOST_LEVELS:  # a quick check that nearly all texts without tool calls pass
         return
-    # Only `bytes` methods that take time in proportion to the text: it may be the worst one.
+    # The text may be hostile: use only `bytes` methods that take time in proportion to it.
     text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     n_strings = text.count(b'"') // 2
     if n_strings <= 2 * MOST_VALUES:  # keys are strings too
-        text = b"".join(text.split(b'"')[::2])  # what is outside of strings
+        text = b"".join(text.split(b'"')[::2])  # the text outside of strings
         if _n_values(text) <= MOST_VALUES:
             _require_levels(text.translate(None, _NO_BRACKETS))
             return
@@ -111,7 +106,7 @@ def _refuse(constant: str) -> None:
 
 
 def _n_values(text: bytes) -> int:
-    """An upper bound: each value but the first follows a comma or begins what it is in."""
+    """An upper bound: each value but the first follows a comma or opens its array or object."""
     return 1 + text.count(b",") + text.count(b"[") + text.count(b"{")
 
 

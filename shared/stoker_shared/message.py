@@ -1,4 +1,5 @@
-"""A chat message, brought from the forms that SDKs send into the one form that stoker keeps. Pure; both sides use it.
+"""A chat message, and its conversion from the forms that SDKs send into the one that stoker keeps. Pure; both sides use
+it.
 
 SDKs write text as a list of parts, and send an API's answers back with their output fields (``refusal``,
 ``annotations``, ``audio``, ``function_call``, ``parsed``). Content that is not text is refused by name.
@@ -27,10 +28,7 @@ _MOST_PARTS: Final = 10_000
 
 def plain_message(fields: Any) -> Any:
     """The fields of a message, with its text in one string and without fields that repeat it; other values unchanged.
-
-    Raises:
-        ValueError: a part is not text, or a field would be lost.
-    """
+    Raises `ValueError`: a part is not text, or a field would be lost."""
     if not isinstance(fields, Mapping):
         return fields
     message = {name: value for name, value in fields.items() if name not in _REPEATS_THE_TEXT}
@@ -46,7 +44,7 @@ def plain_message(fields: Any) -> Any:
     if isinstance(content, list | tuple):
         if len(content) > _MOST_PARTS:
             raise ValueError(f"'content' has {len(content)} parts, the limit is {_MOST_PARTS}")
-        # Joined without separators, as mlx-lm's server does, and templates that take a list.
+        # Joined without separators, as in mlx-lm's server and in templates that take a list.
         content = message["content"] = "".join(_text_of(part) for part in content)
     refusal = message.pop("refusal", None)
     if refusal:
@@ -82,7 +80,7 @@ class Message(BaseModel):
     """One chat message; validation accepts the forms that SDKs send.
 
     Attributes:
-        content: ``None`` only beside `tool_calls`.
+        content: ``None`` only if there are `tool_calls`.
         reasoning_content: the thinking before an assistant's answer, for templates that keep it.
     """
 
@@ -119,5 +117,5 @@ class Message(BaseModel):
         return ours == theirs and json.dumps(self.tool_calls) == json.dumps(other.tool_calls)
 
     def as_template_input(self) -> dict[str, Any]:
-        """The message as a plain dict without the fields that were not set."""
+        """A plain dict, without the fields that were not set."""
         return self.model_dump(exclude_none=True, mode="json")

@@ -1,7 +1,7 @@
-"""A generation request. Owns validation; does no I/O.
+"""A generation request and its validation; no I/O.
 
-Both sides use this model: the producer refuses a bad request before it is enqueued; the worker refuses, with the same
-message, a bad request from any other client (plain RQ, redis-cli, another language).
+Both sides use this model: the producer refuses a bad request before it is enqueued, and the worker refuses one from any
+other client (plain RQ, redis-cli, another language) with the same message.
 """
 
 import hashlib
@@ -33,11 +33,7 @@ _IN_OUR_WORDS: Final = {
 
 
 def validated(model: type[RequestT], fields: Mapping[str, Any], *, newest_version: int) -> RequestT:
-    """A request of this model; `newest_version` is the largest `v` that this code reads.
-
-    Raises:
-        RequestVersionTooNew, InvalidRequest: as `build_request`.
-    """
+    """A request of this model; `newest_version` is the largest `v` that this code reads. Raises as `build_request`."""
     version = fields.get("v", 1)
     if isinstance(version, int) and version > newest_version:
         raise RequestVersionTooNew(f"the request has v {version}, this side reads up to v {newest_version}: update it")
@@ -62,12 +58,12 @@ def _problems_of(error: ValidationError) -> str:
 
 
 def _shown(name: int | str) -> str:
-    """A field's name, fit for one short line: an unknown field may have any name."""
+    """A field's name for a short line: an unknown field may have any name."""
     return printable(str(name))[:64]
 
 
 def is_plain_json(value: object) -> bool:
-    """True if the value can be UTF-8 JSON: pydantic checks neither `Any` nor surrogates in `str`."""
+    """True if the value can be written as UTF-8 JSON: pydantic checks neither `Any` nor surrogates in `str`."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False, default=_fields_of_model).encode()
     except (TypeError, ValueError, RecursionError):
@@ -82,7 +78,7 @@ def _fields_of_model(value: object) -> dict[str, Any]:
 
 
 MOST_CHOICES: Final = 1024
-"""Most strings of a `Guide.choice`."""
+"""Largest number of strings in a `Guide.choice`."""
 
 _FORM = ConfigDict(frozen=True, extra="forbid", strict=True, validate_by_name=True, serialize_by_alias=True)
 
@@ -98,7 +94,7 @@ class NamedFunction(BaseModel):
 
 
 class NamedTool(BaseModel):
-    """OpenAI's form of `tool_choice` for one tool: it must be called."""
+    """OpenAI's form of `tool_choice` for one tool, which must be called."""
 
     model_config = _FORM
 
@@ -107,16 +103,12 @@ class NamedTool(BaseModel):
 
 
 ToolChoice = Literal["auto", "none", "required"] | NamedTool
-"""`auto`: the model decides; `none`: no tool is called; `required`: one is called."""
+"""`auto`: the model decides; `none`: it calls no tool; `required`: it must call one."""
 
 
 class JsonSchema(BaseModel):
-    """OpenAI's form.
-
-    Attributes:
-        schema_: the JSON Schema, `schema` in JSON.
-        strict: as at OpenAI, whether the answer must follow the schema. It always does here.
-    """
+    """OpenAI's form. `schema_` is the JSON Schema, `schema` in JSON. `strict` makes no difference: the answer always
+    follows the schema here."""
 
     model_config = _FORM
 
@@ -142,7 +134,7 @@ class ResponseFormat(BaseModel):
 
 
 class Guide(BaseModel):
-    """The language of the answer: exactly one field is set.
+    """The texts that the answer may be; exactly one field is set.
 
     Attributes:
         regex: a regular expression that the whole answer matches.
@@ -198,8 +190,8 @@ READS_ONLY: Final = (
 
 Access = Literal["write", "read", "none"]
 """How a job uses its agent's memory. `write`: the agent's writing jobs run one at a time, in order. `read`: beside
-other readers, after the writes enqueued before it and before those enqueued after it. `none`: no order: the job has no
-agent, or does not touch the memory."""
+other readers, after the writes enqueued before it and before those enqueued after it. `none`: in no order, because the
+job has no agent or does not touch the memory."""
 
 AgentId = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_is_printable)]
 """1 to 200 printable characters, also ``../``, emoji and spaces; never used as a path as it is."""
@@ -212,10 +204,10 @@ def _is_label(value: str) -> str:
 
 
 class GenerationRequest(BaseModel):
-    """One generation job.
+    """One generation job; frozen.
 
-    Frozen; unknown fields are refused, so a new field needs a new `v`. Names and ranges are OpenAI's and mlx-lm's. The
-    ``docs/request.md`` explains each field, ``docs/lifecycle.md`` the job's life.
+    Names and ranges are OpenAI's and mlx-lm's. Unknown fields are refused, so a new field needs a new `v`.
+    ``docs/request.md`` explains each field, ``docs/lifecycle.md`` a job's life.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -357,12 +349,12 @@ class GenerationRequest(BaseModel):
 
     @property
     def only_counts(self) -> bool:
-        """True if nothing is wanted but the number of the prompt's tokens, or the prompt as the model would read it."""
+        """True if the job only counts the prompt's tokens, or returns the prompt as the model would read it."""
         return self.max_tokens == 0 and self.prompt_logprobs is None
 
     @property
     def must_call(self) -> bool:
-        """True if the answer has to be a call."""
+        """True if the answer has to be a tool call."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     @property
@@ -372,32 +364,33 @@ class GenerationRequest(BaseModel):
 
     @property
     def has_form(self) -> bool:
-        """True if a grammar tells what the answer may be."""
+        """True if a grammar limits the answer."""
         return self.is_formed or self.guide is not None or self.must_call
 
     @property
     def is_guided(self) -> bool:
-        """True if not every token may come next everywhere: its form, its calls or its thinking have limits."""
+        """True if a guide masks tokens at some place: for the answer's form, its calls or its thinking."""
         return self.has_form or not self.parallel_tool_calls or self.max_reasoning_tokens is not None
 
     @property
     def is_judged(self) -> bool:
-        """True if verdicts on its answers are expected, and counted for its class of tasks."""
+        """True if its answers get verdicts, which are counted for its class of tasks."""
         return self.check is not None or bool(self.route) or self.task is not None
 
     @property
     def access(self) -> "Access":
-        """How the job uses its agent's memory, which decides for which of the agent's other jobs it waits."""
+        """How the job uses its agent's memory, and so for which of the agent's other jobs it waits."""
         if self.agent_id is None or self.cache == "off":
             return "none"
         return "read" if self.cache == "read" else "write"
 
     def as_payload(self) -> dict[str, Any]:
-        """The JSON object that goes on the wire: the fields that differ from their defaults, those of
+        """The JSON object that goes on the wire: the fields that differ from their defaults, and those of
         `WORKERS_DEFAULTS` that were set.
 
         Raises:
-            RequestTooLarge: as UTF-8 JSON it is over ``MAX_REQUEST_BYTES``, or has more than a worker reads.
+            RequestTooLarge: as UTF-8 JSON it is over ``MAX_REQUEST_BYTES``, or has more values or levels than a worker
+                reads.
             InvalidRequest: a value is nested too deeply to be written.
         """
         try:
@@ -421,8 +414,7 @@ WORKERS_DEFAULTS: Final = frozenset(
         *("repetition_penalty", "presence_penalty", "frequency_penalty"),
     }
 )
-"""The fields for which a worker may have a default of its own (``--default``), used where a request does not set them.
-``null`` counts as not set."""
+"""The fields whose default a worker may set (``--default``), for requests that do not set them or set ``null``."""
 
 
 def build_request(fields: Mapping[str, Any]) -> GenerationRequest:
@@ -437,10 +429,7 @@ def build_request(fields: Mapping[str, Any]) -> GenerationRequest:
 
 def request_digest(payload: Any) -> str:
     """SHA-256, in hex, of a request as it is on the wire. It depends on the JSON alone, so that no later version of the
-    model changes it; a field that is omitted therefore differs from one that is given its default.
-
-    Raises:
-        ValueError, RecursionError: it is not JSON, or nested too deeply.
-    """
+    model changes it; hence an omitted field differs from one set to its default. Raises `ValueError`, `RecursionError`:
+    it is not JSON, or nested too deeply."""
     canonical = json.dumps(payload, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()

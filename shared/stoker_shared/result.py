@@ -12,8 +12,8 @@ class Record(BaseModel):
 
 
 class Usage(Record):
-    """Token counts. `cached_tokens` are the prompt tokens whose cache was reused, so that they were not prefilled.
-    `completion_tokens` are those of all choices; `reasoning_tokens` are the part of them in which the model thinks."""
+    """Token counts. `cached_tokens` are the prompt tokens whose cache was reused instead of prefilled.
+    `completion_tokens` are those of all choices, and `reasoning_tokens` the part of them that is thinking."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -25,11 +25,11 @@ class CacheReport(Record):
     """How this job used the agent's memory.
 
     Attributes:
-        source: where the reused prefix came from. ``memory`` also if a job that was running had computed it.
+        source: where the reused prefix came from; ``memory`` also if a running job had computed it.
         miss_reason: why less was reused than the agent's history allowed, in a word or two; ``None`` if all was reused.
-        agent_version: the agent's version after this job; ``None`` when it has none.
+        agent_version: the agent's version after this job; ``None`` if it has none.
         saved: whether this job's turn is durable as that version.
-        save_error: why the turn, or if it is `saved` its cache, is not saved although it should be, else ``None``.
+        save_error: why the turn, or the cache of a turn that is `saved`, could not be saved, else ``None``.
         replaced_version: the version whose conversation this turn replaced instead of continuing it, else ``None``.
             `rollback` brings that version back.
     """
@@ -59,10 +59,10 @@ class Logprobs(Record):
 
 
 class PromptLogprobs(Record):
-    """Log-probabilities of the prompt's tokens, each given those before it.
+    """Log-probabilities of the prompt's tokens, each given the tokens before it.
 
     Attributes:
-        start: index of the first of them in the prompt.
+        start: index in the prompt of the first token.
         content: one entry per token; ``None`` for the prompt's very first token, which nothing predicts.
     """
 
@@ -71,11 +71,8 @@ class PromptLogprobs(Record):
 
 
 class ReturnedPrompt(Record):
-    """The prompt as the model read it: all its tokens, an agent's history and the chat template's included.
-
-    Attributes:
-        text: what the tokens decode to, control tokens included.
-    """
+    """All tokens of the prompt as the model read it, with the agent's history and the chat template. `text` is the
+    tokens decoded, with control tokens."""
 
     text: str
     token_ids: list[int]
@@ -89,7 +86,7 @@ class CalledFunction(Record):
 
 
 class ToolCall(Record):
-    """A call that the model wants made, in OpenAI's form. A `tool` message refers to its `id`."""
+    """A tool call that the model asks for, in OpenAI's form. A `tool` message refers to its `id`."""
 
     id: str
     type: Literal["function"] = "function"
@@ -105,11 +102,11 @@ class Choice(Record):
     Attributes:
         text: the generated text, exactly as its tokens decode (leading white space kept), without end-of-sequence
             tokens and without the stop string.
-        answer: the text without thinking and without tool calls; ``None`` where that is `text` (see `content`).
-        reasoning: the text in which the model thinks, without its markers; ``None`` if there is none.
+        answer: the text without thinking and tool calls; ``None`` if that is `text` itself (see `content`).
+        reasoning: the model's thinking, without its markers; ``None`` if there is none.
         tool_calls: ``None`` if there are none.
-        tool_error: why something that looks like a tool call is not in `tool_calls`; it is part of `answer` then.
-        parsed: the value of a JSON answer that was asked for with `response_format`, if the answer is whole.
+        tool_error: why text that looks like a tool call is not in `tool_calls`; that text is then part of `answer`.
+        parsed: the value of a JSON answer asked for with `response_format`, if the answer is complete.
         finish_reason: ``stop`` (end of sequence, a stop string or stop token), ``length`` (`max_tokens`) or
             ``tool_calls``.
         stop_string: the one of `stop` that ended the answer, else ``None``.
@@ -132,12 +129,12 @@ class Choice(Record):
 
 
 class Timing(Record):
-    """Seconds. From enqueueing: `queued_s` to the claim, `first_token_s` to the first token, `total_s` until the result
-    is posted.
+    """Seconds. From enqueueing: `queued_s` to the claim, `first_token_s` to the first token, `total_s` to the posted
+    result.
 
     `prefill_s` is from entering the batch to the first token, `decode_s` from there to the end of the sequence. The
-    rest of `first_token_s` is loading the agent's memory and waiting for the engine and for room in the batch; the
-    rest of `total_s` is the save. An answer from the agent's history has the times of its first delivery, with a
+    rest of `first_token_s` is loading the agent's memory and waiting for the engine and for room in the batch; the rest
+    of `total_s` is the save. An answer taken from the agent's history has the times of its first delivery, with a
     `total_s` that ends before the save.
     """
 
@@ -153,7 +150,7 @@ class Attempt(Record):
 
     Attributes:
         reason: why it was rejected, else ``None``.
-        seconds: in the batch: prefill and decode.
+        seconds: time in the batch: prefill and decode.
     """
 
     model: str
@@ -165,11 +162,11 @@ class Attempt(Record):
 
 
 class GenerationResult(Choice):
-    """The return value of a finished job; it has the fields of its first choice.
+    """The return value of a finished job, with the fields of its first choice.
 
     Attributes:
         model: the loaded model's name.
-        attempt: 1, or more if a worker was lost with this job in flight.
+        attempt: 1, or more if workers were lost with this job in flight.
         prompt: of a job with `return_prompt`, else ``None``.
         choices: all choices of a job with `n` above 1, else ``None``.
         task: the class under which verdicts count, of a job with a check, a route or a `task`; else ``None``.

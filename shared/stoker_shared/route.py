@@ -16,9 +16,9 @@ class RouteStep(BaseModel):
     """One model of a job's route.
 
     Attributes:
-        queue: of the workers that serve the model.
-        prompt_token_s, token_s: seconds that a worker of this model needs for a prompt token and for a generated one;
-            ``None`` if that is not known.
+        queue: the queue of the workers that serve the model.
+        prompt_token_s, token_s: seconds that such a worker needs for a prompt token and for a generated one; ``None``
+            if unknown.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -29,16 +29,16 @@ class RouteStep(BaseModel):
     token_s: _Seconds | None = None
 
     def cost_s(self, prompt_tokens: float, tokens: float) -> float:
-        """Expected seconds of a worker for so many tokens; 0 as far as that is not known."""
+        """Expected seconds of a worker for so many tokens; tokens of unknown cost count 0."""
         return prompt_tokens * (self.prompt_token_s or 0.0) + tokens * (self.token_s or 0.0)
 
 
 def next_step(route: Sequence[RouteStep], attempts: Sequence[Attempt], max_cost_s: float | None) -> RouteStep | None:
-    """The step after these attempts, which were all rejected; ``None`` if there is none, or it would cost too much.
+    """The step after these attempts, all of them rejected; ``None`` if there is none, or it would cost too much.
 
     Args:
         max_cost_s: most seconds of all attempts together. The next one is expected to need as many tokens as the
-            largest of those before.
+            largest so far.
     """
     if len(attempts) >= len(route):
         return None

@@ -6,18 +6,10 @@ from stoker_shared.errors import WrongWorker
 
 
 def generate(request: dict[str, Any]) -> NoReturn:
-    """Takes the place of the generation, which only ``stoker-worker`` can do.
-
-    Raises:
-        WrongWorker: always. ``stoker-worker`` never calls this: it dispatches on the path.
-    """
+    """Raises `WrongWorker` always. ``stoker-worker`` never calls it, but dispatches on its path."""
     raise WrongWorker("generation jobs need `stoker-worker run`; a stock `rq worker` has no model to run them on")
 
 
 def agent(request: dict[str, Any]) -> NoReturn:
-    """Takes the place of work on an agent's memory, which only ``stoker-worker`` can do.
-
-    Raises:
-        WrongWorker: always, as :func:`generate`.
-    """
+    """Raises `WrongWorker` always, as `generate`."""
     raise WrongWorker("jobs about an agent's memory need `stoker-worker run`; a stock `rq worker` has no such memory")

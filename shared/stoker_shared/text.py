@@ -5,17 +5,17 @@ import unicodedata
 from typing import Final
 
 _NOT_SHOWN: Final = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-_JOINERS: Final = "\u200c\u200d"  # format characters, yet half of all emoji, and words of Persian, are built with them
+_JOINERS: Final = "\u200c\u200d"  # format characters, but half of all emoji, and Persian words, need them
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    r"""The text as a terminal may show it, with escapes such as ``\x1b`` in place of what is not shown.
+    r"""The text as a terminal may show it: characters that are not shown become escapes such as ``\x1b``.
 
-    Other people's text must neither steer a terminal, with control characters of ASCII and of C1, nor change how the
-    text around it is read, with marks of direction and invisible characters.
+    Foreign text must not control a terminal (ASCII and C1 control characters), nor change how the text around it reads
+    (marks of direction, invisible characters).
 
     Args:
-        lines: line feeds and tabs stay.
+        lines: keep line feeds and tabs.
     """
     if text.isprintable():
         return text
@@ -40,13 +40,13 @@ def one_line(error: BaseException) -> str:
 
 
 def message_line(error: BaseException) -> str:
-    """The whole message with its white space folded."""
+    """The complete message, with its white space folded."""
     return " ".join(str(error).split())
 
 
 def refusal_line(error: BaseException) -> str:
-    """The message of a Redis server that refused a client. If it wants a password, it names commands of its protocol,
-    which nobody has given."""
+    """The message of a Redis server that refused a client. A demand for a password is replaced: the server's text names
+    protocol commands that the user never typed."""
     line = message_line(error)
     return _WITH_PASSWORD if _NO_PASSWORD.match(line) else line
 
@@ -55,7 +55,7 @@ MASK: Final = "***"
 
 
 def mask_url(url: str) -> str:
-    """The URL with its passwords masked, also where an unquoted one breaks it; masked as a whole if it is no URL."""
+    """The URL with its passwords masked, even if an unquoted one makes the URL malformed; all of it if it is no URL."""
     if "://" not in url:
         return MASK
     without_query = re.sub(r"(?i)(password=)[^&]*", rf"\1{MASK}", url)
@@ -63,7 +63,7 @@ def mask_url(url: str) -> str:
 
 
 def mask_text(text: str, password: object) -> str:
-    """The text with the password masked: old servers quote the command they refuse, AUTH and its argument included."""
+    """The text with the password masked: old servers quote the refused command, AUTH with its argument."""
     return text.replace(str(password), MASK) if password else text
 
 
@@ -72,14 +72,8 @@ _LONGEST_S: Final = 3650 * 86_400
 
 
 def seconds_of(duration: str, *, needs_unit: bool = False) -> int:
-    """The seconds of a duration as people write it: 90m, 12h, 30d.
-
-    Args:
-        needs_unit: whether a number alone, which means seconds, is refused.
-
-    Raises:
-        ValueError: it is no duration, 0, or longer than 3650 days.
-    """
+    """The seconds of a duration such as 90m, 12h or 30d. A number alone means seconds; `needs_unit` refuses it. Raises
+    `ValueError`: it is not a duration, 0, or longer than 3650 days."""
     found = re.fullmatch("([0-9]{1,9})([smhd]?)", duration)
     seconds = int(found[1]) * _UNITS_S[found[2]] if found else 0
     if found is None or (needs_unit and not found[2]) or not 0 < seconds <= _LONGEST_S:

@@ -1,8 +1,7 @@
 """How far a model is trusted with a class of tasks: the class, the counts of verdicts and a lower bound. Pure.
 
-Both sides use it. Redis has the counts (`TRUST_KEY`); workers add to them with a script that computes the same. A
-caller that knows its tasks names the class itself, with `task`. Without it, the class is made of a few features that
-can be read off the request.
+Both sides use it. Redis keeps the counts (`TRUST_KEY`); workers add to them with a script that computes the same. A
+caller that knows its tasks names the class, with `task`; otherwise a few features of the request make the class.
 """
 
 import math
@@ -14,11 +13,11 @@ from typing import Final, Self
 from stoker_shared.request import GenerationRequest
 
 KEPT: Final = 0.99
-"""A verdict weighs 1, and with each later one this share of what it weighed. So all of a pair come to 100 at most, and
-a model that turns bad is found out after some dozens of verdicts."""
+"""A verdict weighs 1, times this with each later one. So the verdicts of a pair add up to 100 at most, and some dozens
+of verdicts reveal a model that has become worse."""
 
 MOST_PAIRS: Final = 10_000
-"""Pairs of a model and a class that are counted; producers read all of them twice a second."""
+"""Most pairs of a model and a class that are counted; producers read all of them twice a second."""
 
 _LOOKED_AT: Final = 4000
 """Characters from the end of the input, where the task usually is."""
@@ -43,7 +42,7 @@ class Counts:
 
     @classmethod
     def parsed(cls, value: bytes | None) -> Self:
-        """From the text in Redis; no counts if it cannot be read."""
+        """The counts from their text in Redis; zero if it cannot be read."""
         try:
             accepted, rejected = map(float, (value or b"").decode().split(" "))
         except ValueError:
@@ -65,11 +64,10 @@ class Counts:
         return self.accepted / self.total if self.total else 0.0
 
     def after(self, *, accepted: bool) -> "Counts":
-        """With one more verdict."""
         return Counts(self.accepted * KEPT + accepted, self.rejected * KEPT + (not accepted))
 
     def corrected(self, *, accepted: bool) -> "Counts":
-        """With one of the verdicts turned round, to `accepted`."""
+        """With one verdict reversed, to `accepted`."""
         change = 1 if accepted else -1
         return Counts(max(0.0, self.accepted + change), max(0.0, self.rejected - change))
 
@@ -83,12 +81,11 @@ class Counts:
 
 
 def field_of(model: str, task: str) -> str:
-    """The field of `TRUST_KEY` for a model and a class, which has no space."""
+    """The field of `TRUST_KEY` for a model and a class; the class contains no space."""
     return f"{task} {model}"
 
 
 def model_and_task(field: str) -> tuple[str, str]:
-    """The model and the class of a field."""
     task, _, model = field.partition(" ")
     return model, task
 
@@ -121,7 +118,7 @@ def _has_code(text: str) -> bool:
 
 
 def _script_of(text: str) -> str:
-    """The script of most letters, or the language where a script has one name there; empty if there are no letters.
+    """The script of most letters, in lower case, or the language for those of East Asia; empty without letters.
 
     Kana count as ten letters: a Japanese text has more Chinese characters than kana.
     """
