@@ -101,7 +101,7 @@ def forget(context: click.Context, /, agent_id: str, yes: bool, with_jobs: bool,
         click.echo("nothing was removed", err=True)
         context.exit(1)
     with open_producer(context.obj) as producer:
-        # Before it, so that forget does not wait for them; and after it, because more may have been enqueued.
+        # Before `forget`, so that it does not wait for them; and after it, because more jobs may have been enqueued.
         removed = producer.agents.jobs(agent_id, remove=True).removed if with_jobs else 0
         done = _result(producer, as_json, options, lambda agents, given: agents.forget(agent_id, **given))
         left = producer.agents.jobs(agent_id, remove=with_jobs)

@@ -1,8 +1,7 @@
-"""An agent's memory, read and changed by jobs of its own; and the agent's jobs that are still in Redis.
+"""An agent's memory, read and changed by jobs of its own; and the agent's other jobs in Redis, counted or removed.
 
-Jobs about the memory run in order with the agent's other jobs. The others are counted, or removed with their texts:
-Redis knows no agents, so this goes through the ids of all queues and registries, a page at a time, from the newest to
-the oldest, because jobs that end meanwhile move to the other end. It holds one page, and the request of one job.
+Redis has no index of jobs by agent, so the search goes through the ids of all queues and registries, in pages, from the
+newest to the oldest, because jobs that end meanwhile are added at the new end. It holds one page, and a few requests.
 """
 
 from collections.abc import Mapping
@@ -55,7 +54,7 @@ class LookOptions(TypedDict, total=False):
 
     Attributes:
         queue: a queue other than the producer's own.
-        job_id: an id of the caller's: the same call again is then the same job.
+        job_id: your own id: repeating the call then makes no second job.
         timeout_s: how long to wait for the result, in seconds, 600 by default; ``None`` for no limit.
     """
 
@@ -76,7 +75,7 @@ class ChangeOptions(LookOptions, total=False):
 
 @dataclass
 class JobsOfAgent:
-    """An agent's jobs of generation in Redis by state, without those that were `removed`."""
+    """An agent's generation jobs in Redis by state, without those that were `removed`."""
 
     waiting: int = 0
     running: int = 0
@@ -87,14 +86,16 @@ class JobsOfAgent:
 class Agents:
     """Agents' memory; safe to use from any thread.
 
-    Every method but `jobs` enqueues a job, waits for its end, and raises:
+    Every method except `jobs` enqueues a job and waits for its end.
+
+    Raises:
         JobFailed: the job failed; `reason` begins with the error's name, such as ``AgentNotFound``.
         JobCanceled, JobNotFound: as `Ticket.result`.
         ResultTimeout: the job has not ended within `timeout_s`; it continues.
         InvalidRequest: an argument is wrong; the message names it.
         DuplicateJob: `job_id` names another job.
-        RedisUnavailable: no server answers. Whether the job was enqueued is then unknown; with a `job_id` the same
-            call can be repeated, and finds the job if it was enqueued.
+        RedisUnavailable: no server answers. Whether the job was enqueued is then unknown; with a `job_id` the same call
+            can be repeated, and finds the job if it was enqueued.
     """
 
     def __init__(self, connection: Redis, queue: str) -> None:
@@ -110,10 +111,10 @@ class Agents:
         return self._run(AgentForgotten, options, agent_id=agent_id)
 
     def jobs(self, agent_id: str, *, remove: bool = False) -> JobsOfAgent:
-        """The agent's jobs of generation in all queues of this Redis. Looks at every job there, and needs no worker.
+        """The agent's generation jobs in all queues of this Redis. Reads every job there; needs no worker.
 
         Args:
-            remove: cancel those that have not ended, and delete all of them with their prompts and answers.
+            remove: cancel the jobs that have not ended, and delete all of them with their prompts and answers.
         """
         return run(self._connection, jobs_of_agent(agent_id, remove=remove))
 
@@ -176,11 +177,7 @@ def agent_job(
     timeout_s: float | None = PATIENCE_S,
     expect_version: int | None = None,
 ) -> Operation[R]:
-    """Enqueue the job whose result is of this kind, and wait for its result.
-
-    Raises:
-        StokerError: as `Agents`.
-    """
+    """Enqueue the job whose result is of this kind, and wait for its result. Raises as `Agents`."""
     action = kind.model_fields["action"].default
     request = build_agent_request({"action": action, **fields, "expect_version": expect_version})
     if job_id is not None:
@@ -195,7 +192,7 @@ def agent_job(
 _PAGE: Final = 500
 _ENDED: Final[tuple[Any, ...]] = (FinishedJobRegistry, FailedJobRegistry, CanceledJobRegistry)
 _REQUESTS: Final = 16
-"""Requests that are read at once: each may have 8 MB."""
+"""Requests read at once; each may have 8 MB."""
 
 _PLACES: Final[tuple[tuple[str, Any, tuple[str, ...]], ...]] = (
     ("waiting", None, (JobStatus.QUEUED.value,)),
@@ -209,10 +206,8 @@ _PLACES: Final[tuple[tuple[str, Any, tuple[str, ...]], ...]] = (
 
 
 def jobs_of_agent(agent_id: str, *, remove: bool = False) -> Operation[JobsOfAgent]:
-    """
-    Args:
-        remove: cancel those that have not ended, and delete all of them with their texts.
-    """
+    """The agent's generation jobs in all queues. With `remove`, the jobs that have not ended are canceled, and all are
+    deleted with their texts, except those whose turn is being saved."""
     found = JobsOfAgent()
     queues = yield from ask("SMEMBERS", Queue.redis_queues_keys)
     for key in sorted(queues):
@@ -232,17 +227,17 @@ def jobs_of_agent(agent_id: str, *, remove: bool = False) -> Operation[JobsOfAge
 
 
 def _page(queue: str, registry: Any, n_kept: int) -> Operation[list[str]]:
-    """The ids before the newest `n_kept`."""
+    """The page of ids before the newest `n_kept`."""
     span = (-n_kept - _PAGE, -n_kept - 1)
     if registry is None:
         found = yield from ask("LRANGE", queue_key(queue), *span)
     else:
         found = yield from ask("ZRANGE", registry_key(registry, queue), *span)
-    return [member.decode(errors="replace").split(":")[0] for member in found]  # of a run, it has the id as well
+    return [member.decode(errors="replace").split(":")[0] for member in found]  # a run's entry is JOB_ID:RUN_ID
 
 
 def _of_agent(agent_id: str, job_ids: list[str], statuses: tuple[str, ...]) -> Operation[list[str]]:
-    """The agent's jobs in one of these states. A job in another state is in another place, too, or gone."""
+    """The agent's jobs in one of these states. A job in another state has another place too, or is gone."""
     of_agent: list[str] = []
     in_doubt: list[str] = []
     fields = ("status", "created_at", FIELD_AGENT, "description")
@@ -261,16 +256,16 @@ def _of_agent(agent_id: str, job_ids: list[str], statuses: tuple[str, ...]) -> O
 
 
 def _names(agent_id: str, created_at: str, noted: str, description: str) -> bool | None:
-    """True if the job's other fields name the agent; ``None`` if only its request can tell."""
+    """Whether the job's other fields name the agent; ``None`` if only its request can tell."""
     named = f"for agent {agent_id[:60]!r}"
     if description in {f"{action} {named}" for action in get_args(AgentAction)}:
         return False
     stamp, _, rest = noted.partition(" ")
-    if not noted or stamp != created_at:  # another client's job, or its id was used again
+    if not noted or stamp != created_at:  # another client's job, or its id was enqueued again
         return None
     if " " in rest:
         return rest.partition(" ")[2] == agent_id
-    # It does not use memory. If it names an agent all the same, its description has the beginning of the id.
+    # The job uses no memory. If it names an agent all the same, its description has the beginning of the id.
     return None if description.endswith(named) else False
 
 
@@ -285,7 +280,7 @@ def _requests(agent_id: str, data: bytes) -> bool:
 def _remove(job_id: str, queue: str) -> Operation[bool]:
     """Cancel and delete a job; returns ``False`` if it stays, because its turn is being saved."""
     key = Job.key_for(job_id)
-    with suppress(JobNotFound):  # gone, or its id is one that no worker runs
+    with suppress(JobNotFound):  # the job is gone, or RQ does not allow its id
         yield from cancel_job(job_id)
     state = yield from ask("HGET", key, "status")
     if state is not None and state.decode(errors="replace") not in ENDED:

@@ -1,8 +1,8 @@
 """Cancels one job, whatever it is doing, in one transaction. Keeps no state.
 
 It writes the same as `rq.job.Job.cancel`, except that a run in progress keeps its entries: its worker finds that the
-job is not its own any more, and removes them. Whatever would move the job to another state checks its status in the
-same transaction, so a canceled job fails, is retried, given back or sent on no more.
+job is no longer its own, and removes them. Everything else that changes a job's state checks the status in its own
+transaction, so a canceled job no longer fails, and is not retried, given back or sent on.
 """
 
 import re
@@ -28,7 +28,7 @@ _WAITS_IN: dict[str, Any] = {
     JobStatus.READY_TO_ENQUEUE.value: ReadyJobRegistry,
     JobStatus.SCHEDULED.value: ScheduledJobRegistry,
 }
-_TTL = re.compile("-?[0-9]{1,9}")  # anybody may write anything
+_TTL = re.compile("-?[0-9]{1,9}")  # any client may write anything
 _FIELDS = ("status", "origin", "failure_ttl", "created_at", FIELD_SAVING)
 
 
@@ -51,7 +51,7 @@ def cancel_job(job_id: str) -> Operation[bool]:
             raise JobNotFound(job_id)
         fields = ((value or b"").decode(errors="replace") for value in replies[0])
         state, queue, failure_ttl_s, created_at, saving = fields
-        is_canceled = was_tried and state == JobStatus.CANCELED.value  # by that try, perhaps: its reply was lost
+        is_canceled = was_tried and state == JobStatus.CANCELED.value  # perhaps by that try, whose reply was lost
         was_tried = True
         if state in ENDED or saving == (created_at or "-"):
             return None
@@ -59,7 +59,7 @@ def cancel_job(job_id: str) -> Operation[bool]:
         ttl_s = int(failure_ttl_s) if _TTL.fullmatch(failure_ttl_s) else DEFAULT_FAILURE_TTL_S
         return _commands(job_id, state, queue, ttl_s)
 
-    # The worker writes to a running job twice a second, so the transaction may need several tries.
+    # A running job's hash changes twice a second, so the transaction may need several tries.
     yield from undisturbed(Watched([key], [("HMGET", key, *_FIELDS)], write))
     return is_canceled
 
@@ -71,7 +71,7 @@ def _commands(job_id: str, state: str, queue: str, ttl_s: int) -> list[Command]:
         ("LREM", queue_key(queue), 1, job_id),
         ("ZADD", registry_key(CanceledJobRegistry, queue), current_timestamp(), job_id),
     ]
-    # One whose id was enqueued again after its end is among the finished ones as well.
+    # A job whose id was enqueued again after its end is among the finished ones too.
     for registry in filter(None, (_WAITS_IN.get(state), FinishedJobRegistry)):
         commands.append(("ZREM", registry_key(registry, queue), job_id))
     if ttl_s > 0:  # RQ would keep canceled jobs for ever, but prompts are private

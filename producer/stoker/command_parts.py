@@ -53,11 +53,7 @@ def ticket_of(producer: Producer, job_id: str) -> Ticket:
 
 
 def or_usage_error(make: Callable[[], T]) -> T:
-    """The value that `make` returns.
-
-    Raises:
-        click.UsageError: it raised a `ValueError`, or an `OSError` about a file.
-    """
+    """The value that `make` returns. Raises `click.UsageError` for its `ValueError`, or its `OSError` about a file."""
     try:
         return make()
     except OSError as error:
@@ -67,10 +63,10 @@ def or_usage_error(make: Callable[[], T]) -> T:
 
 
 def agrees(question: str) -> bool:
-    """True if the user answers yes; no answer is a no."""
+    """True if the user answers yes; closed stdin and ^C count as no."""
     try:
         return click.confirm(question, err=True)
-    except click.Abort:  # stdin is closed, or ^C
+    except click.Abort:
         click.echo(err=True)
         return False
 
@@ -121,7 +117,7 @@ def show_stream(ticket: Ticket, timeout_s: float | None) -> None:
 
 
 def _answer(text: str) -> str:
-    """A generated text. It goes to a file or another program as it is."""
+    """A generated text; only a terminal gets it with control characters escaped."""
     return printable(text, lines=True) if sys.stdout.isatty() else text
 
 

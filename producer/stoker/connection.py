@@ -1,6 +1,6 @@
 """Opens the connection to Redis, and describes its errors in one line without the password.
 
-Owns no keys and no jobs. redis-py's clients are thread-safe, so everything here can be used from any thread.
+It owns no keys and no jobs. redis-py's clients are thread-safe, so any thread may use this module.
 """
 
 import os
@@ -22,7 +22,7 @@ from stoker_shared.environment import REDIS_URL_VARIABLE, default_redis_url
 from stoker_shared.errors import QueueError, RedisUnavailable
 from stoker_shared.text import mask_text, refusal_line
 
-# Set explicitly, because the default is no limit in redis-py 5 and five seconds in redis-py 8.
+# Set explicitly, because redis-py 5 has no limit by default and redis-py 8 has five seconds.
 _SOCKET_TIMEOUT_S = 5.0
 _RETRIES = 4  # 1.5 s in all if no server listens: enough for a short outage, bearable after a mistyped address
 REFUSED = (AuthenticationError, AuthorizationError)  # connection errors to redis-py, but waiting does not help
@@ -33,30 +33,22 @@ _OTHER_TYPE = re.compile(r"\bWRONGTYPE\b")  # in a pipeline or a script, other w
 
 
 class WrongKeyType(QueueError):
-    """A key in Redis is of another type than ours: any producer may write there."""
+    """A key in Redis has another type than stoker's; any client may write there."""
 
 
 def usual_url() -> str:
-    """The server where none is named: ``$STOKER_REDIS_URL``, else as `default_redis_url`."""
+    """The server to use if none is named: ``$STOKER_REDIS_URL``, else as `default_redis_url`."""
     return os.environ.get(REDIS_URL_VARIABLE) or default_redis_url()
 
 
 def open_connection(redis: "str | Redis") -> Redis:
-    """A client for the URL (nothing is sent yet), or the given client unchanged.
-
-    Raises:
-        ValueError: not a Redis URL, or a client that decodes responses, with which RQ cannot work.
-        TypeError: neither a string nor a client.
-    """
+    """A client for the URL (nothing is sent yet), or the given client unchanged. Raises `ValueError`: not a Redis URL,
+    or a client that decodes responses, with which RQ cannot work. Raises `TypeError`: neither a string nor a client."""
     return _opened(redis, Redis, Retry(_backoff(), _RETRIES))
 
 
 def open_async_connection(redis: "str | AsyncRedis") -> AsyncRedis:
-    """The same on redis.asyncio.
-
-    Raises:
-        ValueError, TypeError: as `open_connection`.
-    """
+    """As `open_connection`, on redis.asyncio."""
     return _opened(redis, AsyncRedis, AsyncRetry(_backoff(), _RETRIES))
 
 
@@ -105,12 +97,8 @@ def blocking_slice_s(connection: AnyRedis) -> float:
 
 @contextmanager
 def redis_errors(connection: AnyRedis) -> Iterator[None]:
-    """Turn every error of redis-py into one of ours.
-
-    Raises:
-        RedisUnavailable: no server answers, or it refused the command.
-        WrongKeyType: the command is not for a key of this type.
-    """
+    """Turns every error of redis-py into `RedisUnavailable` (no server answers, or it refused the command) or
+    `WrongKeyType` (the command does not fit the key's type)."""
     try:
         yield
     except RedisError as error:

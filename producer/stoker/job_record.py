@@ -1,4 +1,4 @@
-"""A job as it is in Redis, read without unpickling and without importing anything that it names; RQ's keys. Reads only.
+"""A job as Redis has it, read without unpickling or importing what it names; and RQ's keys. Reads only.
 
 Reading the keys directly, instead of through `rq.job.Job`, takes one round trip, does not transfer the request (up to
 megabytes), and works for jobs of any client in any language.
@@ -24,7 +24,7 @@ from stoker_shared.result import GenerationResult
 from stoker_shared.wire import META_PARTIAL, META_PROGRESS
 
 NO_CONNECTION = Redis()
-"""For classes of RQ that need a connection but are only used to compute something. Never connects."""
+"""For classes of RQ that need a connection but only compute here. It never connects."""
 
 
 def queue_key(queue: str) -> str:
@@ -33,7 +33,7 @@ def queue_key(queue: str) -> str:
 
 
 def registry_key(registry: type[BaseRegistry], queue: str) -> str:
-    """Key of the sorted set of a registry's ids."""
+    """Key of a registry's sorted set of ids."""
     return str(registry(queue, connection=NO_CONNECTION).key)
 
 
@@ -61,7 +61,7 @@ class JobProgress:
 
 @dataclass(frozen=True)
 class JobRecord:
-    """A job's hash and the newest entries of its result stream, of which `last_entry_id` is the newest, if any."""
+    """A job's hash and the newest entries of its result stream; `last_entry_id` is the newest entry's id, if any."""
 
     job_id: str
     state: str
@@ -75,9 +75,9 @@ class JobRecord:
 
     @classmethod
     def read(cls, job_id: str) -> Operation[Self | None]:
-        """``None`` when there is no such job (any more)."""
-        # The hash first: the entry of an end is written with its state, so a state is never without its entry. Not a
-        # transaction, which Redis 7.0 refuses while it is full, even to read.
+        """``None`` if the job does not exist (any more)."""
+        # The hash first: a job's end is written together with its entry, so an ended job always has its entry. Not a
+        # transaction, because Redis 7.0 refuses one while it is full, even for reading.
         newest_results = ("XREVRANGE", Result.get_key(job_id), "+", "-", "COUNT", KEPT_RESULTS)
         values, entries = yield Commands([cls.hash_command(job_id), newest_results])
         return cls.from_replies(job_id, values, entries)
@@ -89,11 +89,7 @@ class JobRecord:
 
     @classmethod
     def from_replies(cls, job_id: str, values: Sequence[bytes | None], entries: Entries) -> Self | None:
-        """
-        Args:
-            values: the reply to `hash_command`.
-            entries: entries of the job's result stream, the newest first.
-        """
+        """From the reply to `hash_command`, and entries of the job's result stream, the newest first."""
         if values[0] is None:
             return None
         status, origin, worker, meta, exc_info = (value or b"" for value in values)
@@ -112,7 +108,7 @@ class JobRecord:
 
     @classmethod
     def whole(cls, job_id: str, values: Sequence[bytes | None], entries: Entries) -> Operation[Self | None]:
-        """As `from_replies`; reads again if the job has ended and the entry of its end, older or new, is missing."""
+        """As `from_replies`; reads again if the job has ended and the entry of its end is not among `entries`."""
         record = cls.from_replies(job_id, values, entries)
         if record is None or record.state not in _TYPES_OF_END or record._newest(*_TYPES_OF_END[record.state]):
             return record
@@ -121,9 +117,7 @@ class JobRecord:
     @classmethod
     def finished(cls, job_id: str, entries: Entries) -> Self | None:
         """The record of a finished job, from its entries alone; ``None`` if the newest one is not that of a success.
-
-        Only with entries that were written after the wait for the job began.
-        """
+        The entries must be newer than the beginning of the wait for the job."""
         newest = entries[0][1]
         if newest.get(b"type") != str(Result.Type.SUCCESSFUL.value).encode():
             return None
@@ -164,7 +158,7 @@ class JobRecord:
             raise JobFailed(self.job_id, f"UnreadableResult: it did not return {expected}") from None
 
     def reason(self) -> str:
-        """The last line of the failure: stoker's workers write only one, and RQ's end a traceback with the reason."""
+        """The failure's last line: stoker's workers write only one, and RQ's end a traceback with the reason."""
         fields = self._newest(*_FAILURE)
         text = _failure_text(b64decode(fields[b"exc_string"])) if fields and b"exc_string" in fields else ""
         lines = [line.strip() for line in (text or _failure_text(self._exc_info)).splitlines() if line.strip()]
@@ -183,11 +177,7 @@ class JobEnd:
     record: JobRecord | None
 
     def outcome(self) -> GenerationResult:
-        """As `JobRecord.outcome`.
-
-        Raises:
-            JobFailed, JobCanceled, JobNotFound: as there; `JobNotFound` also if the job does not exist.
-        """
+        """As `JobRecord.outcome`; raises `JobNotFound` also if the job does not exist."""
         if self.record is None:
             raise JobNotFound(self.job_id)
         return self.record.outcome()

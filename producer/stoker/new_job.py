@@ -1,7 +1,7 @@
 """A new job as RQ writes it: its options, its hash, and the commands that enqueue it. No I/O.
 
-RQ's own enqueueing makes several round trips and does not support asyncio, so the keys are written here, from RQ's
-`Job` and with RQ's names. The tests compare them with the keys that RQ's enqueueing writes.
+RQ's own enqueueing takes several round trips and does not support asyncio, so this module writes the keys, from RQ's
+`Job` and with RQ's names. The tests compare them with the keys that RQ writes.
 """
 
 import json
@@ -41,16 +41,16 @@ DependsOn: TypeAlias = str | AnyTicket | Iterable[str | AnyTicket]
 
 @dataclass(frozen=True)
 class JobOptions:
-    """Times are whole seconds; -1 means for ever, where it is allowed.
+    """A job's options. Times are whole seconds; -1 means for ever, where it is allowed.
 
     Attributes:
         job_timeout_s: how long the job may run.
         result_ttl_s: how long its result is kept.
         failure_ttl_s: how long the job is kept if it failed.
         ttl_s: how long it may wait in the queue before it is dropped; ``None`` for no limit.
-        at_front: put it before all waiting jobs; with `depends_on`, as soon as these have finished.
-        retry: how often the job is tried again, at once, after it failed; or an `rq.Retry`, which can have intervals. A
-            job that can never succeed is not tried again.
+        at_front: put it before all waiting jobs; with `depends_on`, as soon as those jobs have finished.
+        retry: how often the job is tried again, immediately, after it failed; or an `rq.Retry`, which can have
+            intervals. A job that can never succeed is not tried again.
         depends_on: tickets or ids of jobs that have to finish first. Until then the job is in RQ's deferred registry;
             if one of them fails, is canceled or is deleted, it stays there.
         allow_dependency_failures: run the job even if one of them has failed.
@@ -89,10 +89,7 @@ class JobOptions:
 
 
 def require_job_id(name: str, job_id: object) -> str:
-    """
-    Raises:
-        InvalidRequest: RQ does not allow such an id; the message begins with `name`.
-    """
+    """Raises `InvalidRequest`: RQ does not allow such an id; the message begins with `name`."""
     try:
         validate_job_id(job_id)  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -103,10 +100,7 @@ def require_job_id(name: str, job_id: object) -> str:
 
 
 def checked_queue_name(name: str) -> str:
-    """
-    Raises:
-        InvalidRequest: no worker could listen to a queue of this name.
-    """
+    """Raises `InvalidRequest`: no worker could listen to a queue of this name."""
     if not name or not name.isprintable() or "," in name or name != name.strip():
         raise InvalidRequest("queue: a queue name is a non-empty printable string without commas or surrounding spaces")
     return name
@@ -145,24 +139,20 @@ class WireJson:
 
 
 class NewJob:
-    """A job that is not in Redis yet.
+    """A job that is not in Redis yet. Its constructor raises as `GenerationRequest.as_payload`.
 
     Attributes:
         task: path of its function.
         data: the call with the request, as RQ stores it: JSON, compressed.
-        queue: it begins there.
+        queue: the queue in which it begins.
         dependency_ids: jobs that have to end first.
         runs_after_failures: whether these may fail.
-        size_bytes: size of the request on the wire, before it is compressed.
+        size_bytes: size of the request on the wire, before compression.
     """
 
     def __init__(
         self, request: GenerationRequest | AgentRequest, options: JobOptions, queue: str, job_id: str | None = None
     ) -> None:
-        """
-        Raises:
-            RequestTooLarge, InvalidRequest: as `GenerationRequest.as_payload`.
-        """
         self.task, action = (
             (AGENT_TASK_PATH, request.action) if isinstance(request, AgentRequest) else (TASK_PATH, "generate")
         )
@@ -195,16 +185,13 @@ class NewJob:
             self._fields[FIELD_STREAM] = 1
         self.size_bytes = len(job.data)
         self.data: bytes = self._fields["data"]
-        self.job_id = str(job.id)  # the `Job` itself is not kept: it has the whole request a second time
+        self.job_id = str(job.id)  # the `Job` itself is not kept, because it has the whole request a second time
         self.key = Job.key_for(self.job_id)
         self._dependents_key, self._dependencies_key = job.dependents_key, job.dependencies_key
 
     def commands(self, *, deferred: bool) -> list[Command]:
-        """All commands except the push to the queue, which is one command for many jobs (`push`).
-
-        Args:
-            deferred: jobs that it depends on have not ended yet.
-        """
+        """All commands except the push to the queue, which is one command for many jobs (`push`). `deferred`: jobs on
+        which this one depends have not ended yet."""
         commands: list[Command] = []
         if deferred:
             commands.append(("ZADD", registry_key(DeferredJobRegistry, self.queue), current_timestamp(), self.job_id))
@@ -222,14 +209,14 @@ class NewJob:
 
 
 def push(queue: str, jobs: list[NewJob], *, at_front: bool) -> list[Command]:
-    """The commands that put the jobs into the queue, in their order; at its front in reverse order."""
+    """The commands that put the jobs into the queue in their order; at its front, in reverse order."""
     if not jobs:
         return []
     return [("LPUSH" if at_front else "RPUSH", queue_key(queue), *(job.job_id for job in jobs))]
 
 
 def make_queue_known(queue: str) -> Command:
-    """The command that adds the queue to RQ's set of queues, from which `rq info` and dashboards list them."""
+    """The command that adds the queue to RQ's set of queues, which `rq info` and dashboards list."""
     return ("SADD", Queue.redis_queues_keys, queue_key(queue))
 
 

@@ -1,8 +1,8 @@
-"""Operations: work on Redis as a sequence of steps, the same for a client that blocks and one that is awaited.
+"""Operations: work on Redis as a sequence of steps, the same for a blocking client and an awaited one.
 
 An operation is a generator. It yields steps, receives the answer to each, and returns its result; an error of redis-py
-is raised at the `yield` of the step that failed. `run` carries operations out on redis-py and `run_async` on
-redis.asyncio, so that each operation is written once::
+is raised at the `yield` of the step that failed. Each operation is written once; `run` carries it out on redis-py, and
+`run_async` on redis.asyncio::
 
     def tokens_of(job_id: str) -> Operation[int]:
         status, tokens = yield from ask("HMGET", Job.key_for(job_id), "status", FIELD_TOKENS)
@@ -15,7 +15,7 @@ redis.asyncio, so that each operation is written once::
 
 `yield from` runs one operation inside another. Replies are bytes, as redis-py parses them; `stream_entries` reads those
 of XREAD. redis-py sends a step again when its reply is lost, so a write that must happen once has to be a `Watched`.
-After some milliseconds of work an operation yields `Pause(0)`, because other tasks may wait for its event loop.
+After some milliseconds of work an operation yields `Pause(0)`, so that other tasks of its event loop can run.
 """
 
 import asyncio
@@ -42,11 +42,8 @@ Entries: TypeAlias = list[tuple[bytes, dict[bytes, bytes]]]
 
 @dataclass(frozen=True)
 class Commands:
-    """Commands that are sent together, not as a transaction; the answer is the list of their replies.
-
-    Attributes:
-        errors_as_replies: make a command's error its reply instead of raising it.
-    """
+    """Commands sent together, not as a transaction; the answer is the list of their replies. `errors_as_replies` makes
+    a command's error its reply instead of raising it."""
 
     commands: Sequence[Command]
     errors_as_replies: bool = False
@@ -54,13 +51,12 @@ class Commands:
 
 @dataclass(frozen=True)
 class Watched:
-    """A transaction that the server refuses with `WatchError` if one of `keys` changed after `reads` began.
+    """A transaction that the server refuses with `WatchError` if one of `keys` has changed since `reads` began. The
+    answer is the list of the transaction's replies, or ``None`` without a transaction.
 
     Attributes:
         reads: commands that run one by one once the keys are watched.
         write: makes the transaction's commands from the replies to `reads`; ``None`` for no transaction. No I/O.
-
-    The answer is the list of the transaction's replies, or ``None`` without a transaction.
     """
 
     keys: Sequence[str]
@@ -80,12 +76,8 @@ Operation: TypeAlias = Generator[Step, Any, T]
 
 
 def undisturbed(step: Watched) -> Operation[Any]:
-    """The answer to a transaction, which is tried again as long as other clients write to its keys; `write` is called
-    each time.
-
-    Raises:
-        redis.exceptions.WatchError: none of 100 tries came through.
-    """
+    """The answer to a transaction, tried again as long as other clients write to its keys; `write` is called each time.
+    Raises `redis.exceptions.WatchError` after 100 tries."""
     for _ in range(_TRIES):
         with suppress(WatchError):
             return (yield step)
@@ -99,8 +91,8 @@ def ask(*command: Any) -> Operation[Any]:
 
 
 def stream_entries(reply: Any) -> dict[str, Entries]:
-    """The reply of XREAD by key, empty if there is none. redis-py's form of it depends on the protocol, and its maps
-    may hold a list of entries in a list."""
+    """The reply of XREAD by key, empty if there is none. Its form in redis-py depends on the protocol, and a map in it
+    may have a list of entries inside another list."""
     found = reply.items() if isinstance(reply, Mapping) else reply or ()
     return {key.decode(): [entry for entry in _flat(entries) if entry] for key, entries in found}
 
@@ -114,7 +106,7 @@ def run(connection: Redis, operation: Operation[T]) -> T:
 
     Raises:
         RedisUnavailable: no server answered, or it refused a command, and the operation did not handle that.
-        WrongKeyType: the same of a command that is not for a key of this type.
+        WrongKeyType: a command did not fit its key's type, and the operation did not handle that.
     """
     running = run_async(connection, operation)
     try:
@@ -142,7 +134,7 @@ async def run_async(connection: AnyRedis, operation: Operation[T]) -> T:
 
 
 async def answer_to(connection: AnyRedis, step: Step) -> Any:
-    """The answer to one step. Never waits for the event loop if the client blocks."""
+    """The answer to one step. With a blocking client, it never waits for the event loop."""
     client: Any = connection
     if isinstance(step, Pause):
         if isinstance(connection, AsyncRedis):
@@ -169,5 +161,5 @@ async def answer_to(connection: AnyRedis, step: Step) -> Any:
 
 
 async def _settled(reply: Any) -> Any:
-    """A reply of either client: redis-py's is there already."""
+    """A reply of either client: redis-py's is complete, redis.asyncio's has to be awaited."""
     return await reply if isawaitable(reply) else reply

@@ -24,7 +24,7 @@ from stoker.presence import LiveWorker, is_ours, known_workers, live_workers
 from stoker_shared.wire import LEASE_KEY, MEMBERS_KEY
 
 _LOOKED_AT: Final = 100
-"""How many jobs at the front of a queue are searched for the oldest; newer jobs may have been put before it."""
+"""Jobs at the front of a queue among which the oldest is searched for: newer ones may have been put before it."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class QueueStatus:
     """A snapshot of one queue.
 
     Attributes:
-        waiting, running, finished, failed, deferred, scheduled: how many jobs; ended jobs count until they expire.
+        waiting, running, finished, failed, deferred, scheduled: numbers of jobs; ended jobs count until they expire.
         oldest_wait_s: how long the oldest job has waited, in seconds; ``None`` if none waits.
-        left_s: until its last job ends, at the rate at which its workers end jobs now, queues that they prefer
-            included; ``None`` without jobs or without a rate.
+        left_s: seconds until its last job ends, at the rate at which its workers end jobs now, with the jobs of queues
+            that they prefer; ``None`` without jobs or without a rate.
         workers: names of the workers that listen to it.
     """
 
@@ -111,10 +111,11 @@ _MOST_IN_FLIGHT: Final = 1000
 
 @dataclass(frozen=True)
 class WorkerOutlook:
-    """
+    """A worker, alive or dead.
+
     Attributes:
-        is_alive: ``False`` once its heartbeat has run out, some seconds after its end. Its jobs go back to the queue
-            when a worker starts.
+        is_alive: ``False`` some seconds after its last heartbeat. Another worker of its queues, or the next one that
+            starts, puts its jobs back.
         live: ``None`` if it is dead.
         leases: its fencing number for each queue that it serves, while it has its lease.
     """
@@ -127,9 +128,10 @@ class WorkerOutlook:
 
 @dataclass(frozen=True)
 class JobInFlight:
-    """
+    """A running job.
+
     Attributes:
-        running_s: since a worker claimed it.
+        running_s: seconds since a worker claimed it.
         progress: about a second old; ``None`` if its worker has not written any yet.
     """
 
@@ -145,7 +147,8 @@ class Overview:
     """
     Attributes:
         slowest: the jobs that have run the longest, at most ten.
-        trouble: why the server may refuse to write; a living worker may then be shown as dead.
+        trouble: why the server may refuse to write; a living worker may then appear as dead. ``None`` if no reason is
+            known.
     """
 
     queues: list[QueueStatus]
@@ -159,7 +162,7 @@ def overview() -> Operation[Overview]:
     queues = yield from queues_now()
     jobs = yield from _in_flight([queue.name for queue in queues])
     leases = yield from _leases()
-    # RQ's own tools remove a dead worker from its set when they look; then only its jobs name it.
+    # RQ's own tools remove a dead worker from RQ's set; then only its jobs name it.
     names = {name for name in known if is_ours(name)} | {job.worker for job in jobs if job.worker} - known.keys()
     workers = [
         WorkerOutlook(name, live is not None, live, leases.get(name, {}))
@@ -190,13 +193,13 @@ def _in_flight(queues: Sequence[str]) -> Operation[list[JobInFlight]]:
 
 
 def _leases() -> Operation[dict[str, dict[str, int]]]:
-    """By worker and queue."""
+    """Fencing numbers by worker and queue."""
     found: dict[str, dict[str, int]] = {}
     members = yield from ask("HGETALL", MEMBERS_KEY)
     names = [name.decode(errors="replace") for name in members]
     values = (yield from ask("MGET", *(LEASE_KEY.format(member=name) for name in names))) if names else []
     for value in values:
-        with suppress(ValueError, TypeError, KeyError, OverflowError):  # there is none, or it is not stoker's
+        with suppress(ValueError, TypeError, KeyError, OverflowError):  # there is no lease, or it is not stoker's
             lease = from_json(value or b"null")
             if "recovers" not in lease:
                 found[str(lease["worker"])] = {str(queue): int(lease["fence"]) for queue in lease["queues"]}

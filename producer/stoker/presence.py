@@ -1,6 +1,6 @@
 """The live workers, and whether one of them listens to a queue. Reads their records in Redis; owns the warning.
 
-A job is as durable without a worker as with one, so a missing worker is no error: it is only reported.
+A job is as durable without a worker as with one, so a missing worker is only reported; it is no error.
 """
 
 import logging
@@ -25,22 +25,18 @@ _LOOK_S: Final = 5.0
 
 @dataclass(frozen=True)
 class SharedStoreFigures:
-    """A worker's shared store.
-
-    Attributes:
-        away_s: for how long it has not answered; 0: it does.
-    """
+    """A worker's shared store. `away_s`: seconds for which it has not answered; 0 if it answers."""
 
     away_s: float
 
 
 @dataclass(frozen=True)
 class DataLossFigures:
-    """Losses of data in Redis, as a worker has noticed them.
+    """Losses of data in Redis that a worker has noticed.
 
     Attributes:
         times, jobs: how often since its start, and how many jobs it had in flight then.
-        ago_s: time since the last one.
+        ago_s: seconds since the last one.
     """
 
     times: int
@@ -56,15 +52,15 @@ class WorkerFigures:
         at: Unix time of that heartbeat, by the worker's clock.
         tokens_per_s: generated tokens, over the last ten seconds.
         jobs_per_min: ended jobs, over the last five minutes, without the time in which it had none.
-        in_flight, in_batch: jobs that it has claimed, and those of them that are in the batch.
+        in_flight, in_batch: the jobs that it has claimed, and those of them in the batch.
         hit_share: cached part of all prompt tokens since its start, 0 to 1; ``None`` before the first result.
         done, failed: jobs since its start.
         moved_in: jobs since its start whose agent's newest version another worker had made.
-        shared_store: ``None``: it has none.
-        prompt_token_s, token_s: seconds that its model needs for a token of a prompt and for a generated one, under the
-            load that it had; ``None`` before they are known.
+        shared_store: ``None`` if it has none.
+        prompt_token_s, token_s: seconds that its model needs for a prompt token and for a generated one, under the load
+            that it had; ``None`` before they are known.
         suspended: it claims no jobs, because of `rq suspend`.
-        data_loss: ``None``: none in the last day, or since its start.
+        data_loss: ``None`` if it noticed none in the last day, or since its start.
     """
 
     at: float
@@ -85,17 +81,18 @@ class WorkerFigures:
 
 @dataclass(frozen=True)
 class LiveWorker:
-    """A worker that had a heartbeat a moment ago.
+    """A worker with a recent heartbeat.
 
     Attributes:
         queues: the queues it serves, in its order of priority; others may serve them too.
-        model: the loaded model; like `context_tokens`, `mode` and the last two, ``None`` while it loads.
+        model: the loaded model; like `context_tokens`, `mode`, `max_batch` and `max_batch_why`, ``None`` while it
+            loads.
         context_tokens: how many tokens a prompt and its answer may have together.
         mode: how its sequences run, as in docs/models.md.
         started_at: Unix time, in seconds.
         max_batch: most jobs in flight at once.
-        max_batch_why: what decided that number.
-        member: its name that stays when it is started again.
+        max_batch_why: the reason for that number.
+        member: the name that it keeps when it is started again.
         leaving: it drains, and its agents go to other workers.
         now: ``None`` in its first moments.
     """
@@ -116,7 +113,7 @@ class LiveWorker:
 
 
 def live_workers() -> Operation[list[LiveWorker]]:
-    """Stoker's workers, sorted by name. A worker that was killed is among them until its lease has run out."""
+    """Stoker's workers, sorted by name. A killed worker is among them until its lease runs out."""
     known = yield from known_workers()
     return [worker for worker in known.values() if worker is not None]
 
@@ -137,7 +134,7 @@ def is_ours(name: str) -> bool:
 
 
 def unattended(*queues: str) -> Operation[str | None]:
-    """A warning that no worker listens to one of `queues`, which names the first of these; ``None`` if all have one."""
+    """A warning that names the first of `queues` to which no worker listens; ``None`` if all have one."""
     for queue in queues:
         if (yield from ask("EXISTS", SERVED_KEY.format(queue=queue))):
             continue
@@ -150,8 +147,8 @@ def unattended(*queues: str) -> Operation[str | None]:
 
 
 def unready(*queues: str) -> Operation[str | None]:
-    """Why no job of one of `queues` can begin now: nobody listens to it (as `unattended`), its workers still load their
-    model, or they are suspended; ``None`` if a worker of each can take one."""
+    """Why no job of one of `queues` can begin now: no worker listens to it (as `unattended`), its workers still load
+    their model, or they are suspended; ``None`` if a worker of each can take one."""
     warning = yield from unattended(*queues)
     if warning is not None:
         return warning
@@ -160,7 +157,8 @@ def unready(*queues: str) -> Operation[str | None]:
 
 
 def still_loading(queue: str, workers: Iterable[LiveWorker]) -> str | None:
-    """A message if all workers of the queue still load their model; a worker that is not among them counts as ready."""
+    """A message if all of these workers that listen to the queue still load their model; ``None`` if none of them
+    listens."""
     models = [worker.model for worker in workers if queue in worker.queues]
     return f"the worker of {queue!r} still loads its model" if models and not any(models) else None
 
@@ -178,7 +176,7 @@ class Attendance:
         self._next_look: dict[str, float] = {}
 
     def check(self, queue: str) -> Operation[None]:
-        """Look for a worker of this queue, if the last look is some seconds ago."""
+        """Look for a worker of this queue, unless the last look was less than five seconds ago."""
         now = time.monotonic()
         if now < self._next_look.get(queue, 0.0):
             return
@@ -201,7 +199,7 @@ def _worker(name: str, value: bytes | None) -> LiveWorker | None:
 def _figures(found: Any) -> WorkerFigures | None:
     try:
         return _FIGURES.validate_python(found)
-    except ValueError:  # none yet, or none at all
+    except ValueError:  # none yet, or not a worker of stoker's
         return None
 
 

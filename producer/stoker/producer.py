@@ -1,7 +1,5 @@
-"""The producers, which enqueue generation requests as RQ jobs: `Producer`, and `AsyncProducer` for asyncio.
-
-Both are thin: operations, which they share, do the work.
-"""
+"""The producers, which enqueue generation requests as RQ jobs: `Producer`, and `AsyncProducer` for asyncio. Both are
+thin: they share operations, which do the work."""
 
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,17 +28,17 @@ TicketT = TypeVar("TicketT", bound=AnyTicket)
 
 
 class Outstanding(Generic[TicketT]):
-    """Tickets whose jobs are waited for together; several may have the same job. False when all jobs have ended.
+    """A wait for the jobs of many tickets together; several tickets may have the same job. False once all jobs have
+    ended.
+
+    Args:
+        timeout_s: how long to wait for all of them together, in seconds; ``None`` for no limit.
 
     Attributes:
         ended_before: tickets whose job's end was known already.
     """
 
     def __init__(self, tickets: Iterable[TicketT], timeout_s: float | None, connection: AnyRedis) -> None:
-        """
-        Args:
-            timeout_s: how long to wait for all of them together, in seconds; ``None`` for no limit.
-        """
         self._waiter = Waiter()
         self._slice_s = blocking_slice_s(connection)
         self.ended_before: list[TicketT] = []
@@ -57,12 +55,8 @@ class Outstanding(Generic[TicketT]):
         return bool(self._by_job_id)
 
     def next(self) -> Operation[list[TicketT]]:
-        """The tickets of the next jobs to end, one or more; each keeps its job's end from now on.
-
-        Raises:
-            ResultTimeout: the time is over.
-            redis.exceptions.RedisError: as `Patience.enduring`.
-        """
+        """The tickets of the next jobs to end, one or more; each then keeps its job's end. Raises `ResultTimeout`: the
+        time is over; `redis.exceptions.RedisError`: as `Patience.enduring`."""
         yield Pause(0)
         ended = yield from self._waiter.wait(self._patience, self._slice_s)
         if not ended:
@@ -77,11 +71,8 @@ class Outstanding(Generic[TicketT]):
         return tickets
 
     def outcomes(self, *, return_errors: bool) -> Operation[dict[str, GenerationResult | JobError]]:
-        """The results of all jobs, or their errors, by id; without those that have not ended when the time is over.
-
-        Raises:
-            JobError: the first error, unless errors are returned.
-        """
+        """The results of all jobs, or their errors, by id, without jobs that have not ended in time. Raises the first
+        `JobError` unless `return_errors`."""
         outcomes: dict[str, GenerationResult | JobError] = {}
         ended = self.ended_before
         while True:
@@ -154,11 +145,12 @@ class Producer(AnyProducer):
     A forked child can continue to use it, because redis-py opens new connections there. It can be pickled if it was
     made from a URL; the pickle then contains the URL with its password.
 
-    Nothing is sent before the first call. Every method raises `RedisUnavailable` when no server answers or it refuses
-    us, and `WrongKeyType` when a key there is of another type; neither a message nor any repr contains the password.
+    Nothing is sent before the first call. Every method that uses the server raises `RedisUnavailable` if no server
+    answers or it refuses the client, and `WrongKeyType` if a key there has another type than stoker's; neither a
+    message nor any repr contains the password.
 
     Attributes:
-        agents: agents' memory: `info`, `forget`, `fork`, `rollback`.
+        agents: agents' memory and jobs: `info`, `forget`, `fork`, `rollback`, `jobs`.
     """
 
     _connection: Redis
@@ -167,8 +159,8 @@ class Producer(AnyProducer):
         """
         Args:
             redis: a URL (``redis://``, ``rediss://``, ``unix://``), or a connection, which is used as it is and never
-                closed. If not given, the URL is found as by the `stoker` command: ``$STOKER_REDIS_URL``, else that of
-                this user's embedded server, else ``redis://127.0.0.1:6379``.
+                closed. By default, the URL that the `stoker` command uses: ``$STOKER_REDIS_URL``, else that of this
+                user's embedded server, else ``redis://127.0.0.1:6379``.
             queue: RQ queue of jobs that name none.
 
         Raises:
@@ -191,17 +183,14 @@ class Producer(AnyProducer):
             self._connection.close()
 
     def ping(self) -> None:
-        """
-        Raises:
-            RedisUnavailable: no server answers, or it refuses us.
-        """
+        """Raises `RedisUnavailable`: no server answers, or it refuses the client."""
         run(self._connection, ask("PING"))
 
     def submit(self, *, queue: str | None = None, job_id: str | None = None, **fields: Unpack[SubmitFields]) -> Ticket:
         """Enqueue one generation job.
 
-        A reply that is lost on the way makes no second job. With a `job_id`, the whole call can be repeated: as long as
-        Redis keeps the job, in any state, the same id, request and queue give its ticket again.
+        A lost reply makes no second job. With a `job_id`, you can repeat the whole call: as long as Redis keeps the
+        job, in any state, the same id, request and queue return its ticket.
 
         Args:
             queue: a queue other than the producer's own.
@@ -231,10 +220,10 @@ class Producer(AnyProducer):
     ) -> list[Ticket]:
         """Enqueue many jobs, in chunks of up to a hundred; the tickets are in the order of `requests`.
 
-        The requests of a sequence are all validated before the first is enqueued. Those of another iterable, such as a
-        generator, are never all held at once; the requests before an invalid one may then have been enqueued. Each
-        chunk is one transaction: if the server goes away in the middle, only the earlier chunks are enqueued. With
-        `job_ids`, the same call can be repeated, and enqueues the jobs that are missing.
+        All requests of a sequence are validated before the first one is enqueued. Those of another iterable, such as a
+        generator, are never all held at once; requests before an invalid one may then have been enqueued. A chunk is
+        enqueued in one transaction for each queue: if the server goes away in the middle, only the earlier transactions
+        have happened. With `job_ids`, you can repeat the call, which enqueues the missing jobs.
 
         Args:
             queue: a queue other than the producer's own.
@@ -243,42 +232,34 @@ class Producer(AnyProducer):
 
         Raises:
             InvalidRequest, RequestTooLarge, RequestVersionTooNew: as for `submit`; the message has the request's index.
-            DuplicateJob, JobNotFound: as for `submit`; no job of this chunk was enqueued.
+            DuplicateJob, JobNotFound: as for `submit`; no job of the same chunk and queue was enqueued.
             RedisUnavailable: no server answers.
         """
         done = run(self._connection, self._many_submitted(queue, requests, options, job_ids))
         return [Ticket(self._connection, one.job_id, is_new=one.is_new) for one in done]
 
     def queues(self) -> list[QueueStatus]:
-        """All queues that have had a job or that a worker listens to, sorted by name.
-
-        Raises:
-            RedisUnavailable: no server answers.
-        """
+        """All queues that have had a job or that a worker listens to, sorted by name. Raises `RedisUnavailable`."""
         return run(self._connection, queues_now())
 
     def workers(self) -> list[LiveWorker]:
-        """Stoker's live workers, sorted by name. A worker that was killed is listed until its lease runs out (4 s).
-
-        Raises:
-            RedisUnavailable: no server answers.
-        """
+        """Stoker's live workers, sorted by name. A killed worker is listed until its lease runs out (after 4 s by
+        default). Raises `RedisUnavailable`."""
         return run(self._connection, live_workers())
 
     def overview(self) -> Overview:
-        """Queues with the time that is left, workers, dead ones too, and the jobs that have run the longest."""
+        """The queues with the time that is left, the workers, including dead ones, and the jobs that have run the
+        longest. Raises `RedisUnavailable`."""
         return run(self._connection, overview())
 
     def unattended(self, queue: str | None = None) -> str | None:
         """A warning that no worker listens to a queue, with the queues that have one; ``None`` if a worker listens.
 
-        A job may be enqueued before there is a worker for it, so `submit` only logs this warning, once for each queue.
+        A job may be enqueued before its queue has a worker, so `submit` only logs this warning, once for each queue.
+        Raises `RedisUnavailable`: no server answers.
 
         Args:
             queue: a queue other than the producer's own.
-
-        Raises:
-            RedisUnavailable: no server answers.
         """
         return run(self._connection, unattended(self._queue_for(queue)))
 
@@ -293,8 +274,9 @@ class Producer(AnyProducer):
     def as_completed(self, tickets: Iterable[Ticket], timeout_s: float | None = None) -> Iterator[Ticket]:
         """The tickets, each as soon as its job has ended in any way; `Ticket.result` then needs no round trip.
 
-        All jobs are waited for together, with one or two Redis commands for each. A cancel or a delete is seen a second
-        late, or a second for each 250 jobs; so may any end that is out of order, among more than a thousand jobs.
+        All jobs are waited for together, with one or two Redis commands for each. A cancel or a delete is noticed a
+        second late, or a second for each 250 jobs; among more than a thousand jobs, so may be any end that is out of
+        order.
 
         Args:
             tickets: of any queues of this producer's server; several may have the same job.
@@ -302,7 +284,8 @@ class Producer(AnyProducer):
 
         Raises:
             ResultTimeout: some jobs have not ended by then; they continue.
-            RedisUnavailable: no server answers. The wait endures an outage until `timeout_s`; without one, a minute.
+            RedisUnavailable: no server answers. The wait endures an outage until `timeout_s`; without one, for a
+                minute.
         """
         outstanding = Outstanding(tickets, timeout_s, self._connection)
         yield from outstanding.ended_before
@@ -326,8 +309,8 @@ class Producer(AnyProducer):
 
         Args:
             tickets, timeout_s: as for `as_completed`.
-            return_errors: put the error of a job without a result in its place, `ResultTimeout` too. Otherwise the
-                first error is raised, without waiting for the other jobs.
+            return_errors: return a job's error, also `ResultTimeout`, in place of its result. Otherwise the first error
+                is raised, without waiting for the other jobs.
 
         Raises:
             JobFailed, JobCanceled, JobNotFound, ResultTimeout: as `Ticket.result`, unless `return_errors`.
@@ -339,13 +322,14 @@ class Producer(AnyProducer):
 class AsyncProducer(AnyProducer):
     """Enqueues generation jobs from the tasks of one event loop; share one per loop. Never use it across a fork.
 
-    For any number of tasks, it opens at most some twenty connections; all tasks that wait for results share one of
-    them. It can be pickled if it was made from a URL; the pickle then contains the URL with its password.
+    Any number of tasks share about twenty connections, and all tasks in `AsyncTicket.result` share one of them; each
+    running `stream`, `as_completed`, `results` or call of `agents` takes one more. It can be pickled if it was made
+    from a URL; the pickle then contains the URL with its password.
 
     Nothing is sent before the first call. Every method raises the errors of the same method of `Producer`.
 
     Attributes:
-        agents: agents' memory: `info`, `forget`, `fork`, `rollback`.
+        agents: agents' memory and jobs: `info`, `forget`, `fork`, `rollback`, `jobs`.
     """
 
     _connection: AsyncRedis
@@ -357,7 +341,7 @@ class AsyncProducer(AnyProducer):
             queue: RQ queue of jobs that name none.
 
         Raises:
-            InvalidRequest, ValueError: as `Producer`.
+            InvalidRequest, ValueError, TypeError: as `Producer`.
         """
         super().__init__(redis, open_async_connection, queue)
         self._shared = SharedConnection(self._connection)

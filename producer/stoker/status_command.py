@@ -97,10 +97,10 @@ def _watch(producer: Producer) -> None:
             except QueueError as error:
                 text = printable(str(error), lines=True)
             text = f"{text}\n\n{time.strftime('%H:%M:%S')}, each second; Ctrl-C ends"
-            if sys.stdout.isatty():  # a longer text would push out its beginning
+            if sys.stdout.isatty():  # a longer text would scroll its beginning out of sight
                 columns, lines = shutil.get_terminal_size()
                 text = "\n".join(line[:columns] for line in text.split("\n")[: lines - 1])
-            click.clear()  # of a terminal; elsewhere one text comes below the other
+            click.clear()  # clears a terminal only; elsewhere the texts follow each other
             click.echo(text)
             time.sleep(EVERY_S)
 

@@ -1,8 +1,9 @@
-"""Reads a job's text as it is generated: requests the stream, and follows it to the job's end. Owns the reader's place.
+"""Reads a job's text as it is generated: requests the stream, and follows it to the job's end. Owns the reader's
+position.
 
-The stream is only a faster way to a text that the result has as well: the job's hash decides when it is over, and all
-chunks since the last `Restarted` are together exactly the result's text. The reader waits for an entry of the job's
-results, too: a short answer can end before its worker knows of the reader.
+The stream is only faster than the result, which has the same text: the job's hash decides when the job is over, and all
+chunks since the last `Restarted` together are exactly the result's text. The reader also waits for an entry of the
+job's results, because a short answer can end before its worker knows of the reader.
 """
 
 from collections.abc import Mapping
@@ -28,7 +29,7 @@ class TextChunk:
     """The next piece of the text.
 
     Attributes:
-        markers: those of the answer; ``None`` if they are not known, and for what was read from the job's result.
+        markers: the answer's markers; ``None`` if unknown, and for text read from the job's result.
     """
 
     text: str
@@ -37,21 +38,21 @@ class TextChunk:
 
 @dataclass(frozen=True)
 class Restarted:
-    """The text begins again, because the worker was lost or the job is retried; the text so far is no longer valid."""
+    """The text begins again, because the worker was lost or the job is retried; discard the text so far."""
 
 
 StreamEvent: TypeAlias = TextChunk | Restarted
 
 
 class StreamReader:
-    """One reader of one job. `is_over` is true once all text has been read."""
+    """One reader of one job. `is_over` is true once all text has been read.
+
+    Args:
+        timeout_s: how long to read, in seconds; ``None`` until the job ends, 0 for the text so far.
+        slice_s: longest blocking read, as `blocking_slice_s` of the connection.
+    """
 
     def __init__(self, job_id: str, timeout_s: float | None, slice_s: float) -> None:
-        """
-        Args:
-            timeout_s: how long to read, in seconds; ``None`` until the job ends, 0 for the text so far.
-            slice_s: longest blocking read, as `blocking_slice_s` of the connection.
-        """
         self.is_over = False
         self._job_id = job_id
         self._patience = Patience(timeout_s)
@@ -64,12 +65,8 @@ class StreamReader:
         self._markers: Markers | None = None
 
     def read(self) -> Operation[list[StreamEvent]]:
-        """Waits for the next events; may return none.
-
-        Raises:
-            JobFailed, JobCanceled, JobNotFound, ResultTimeout: as `Ticket.result`.
-            redis.exceptions.RedisError: no server answers at the start, or none for `GIVE_UP_S`.
-        """
+        """Waits for the next events; may return none. Raises `JobFailed`, `JobCanceled`, `JobNotFound`, `ResultTimeout`
+        as `Ticket.result`, and `redis.exceptions.RedisError` as `Patience.enduring`."""
         return (yield from self._patience.enduring(self._next())) or []
 
     def _next(self) -> Operation[list[StreamEvent]]:
@@ -92,11 +89,8 @@ class StreamReader:
         return []
 
     def _ask(self) -> Operation[bool]:
-        """Request the stream; returns whether the job is over already.
-
-        Raises:
-            JobNotFound: there is no such job; then nothing is written, because that would make one.
-        """
+        """Request the stream; returns whether the job is over already. Raises `JobNotFound`: there is no such job;
+        nothing is written then, because a write would make one."""
         key = Job.key_for(self._job_id)
         states: list[bytes | None] = []
 
@@ -107,7 +101,7 @@ class StreamReader:
                 return None
             return [("HSET", key, FIELD_STREAM, 1)]
 
-        # The worker writes to a running job twice a second, so the transaction may need several tries.
+        # A running job's hash changes twice a second, so the transaction may need several tries.
         yield from undisturbed(Watched([key], [("HMGET", key, "status", FIELD_STREAM)], write))
         state = states[-1]
         if state is None:
@@ -121,7 +115,7 @@ class StreamReader:
         reply = yield from ask("XREAD", *options, "STREAMS", *self._last_ids, *self._last_ids.values())
         found: dict[str, Entries] = stream_entries(reply)
         self._last_ids |= {key: entries[-1][0].decode() for key, entries in found.items() if entries}
-        self._may_be_over |= self._results_key in found  # a failed try of several has an entry as well
+        self._may_be_over |= self._results_key in found  # a failed try that is retried has an entry too
         events: list[StreamEvent] = []
         for _, fields in found.get(self._text_key, []):
             events += self._event(fields)
@@ -137,7 +131,7 @@ class StreamReader:
         return self._whole(text if kind == b"whole" else self._shown + text, self._markers)
 
     def _whole(self, text: str, markers: Markers | None) -> list[StreamEvent]:
-        """The events that bring a reader from the text shown so far to this one."""
+        """The events that bring a reader from the text shown so far to this text."""
         goes_on = text.startswith(self._shown)
         new = text[len(self._shown) :] if goes_on else text
         self._shown = text
@@ -146,14 +140,14 @@ class StreamReader:
 
 
 def _markers(value: bytes) -> Markers | None:
-    """``None`` from a worker that writes none, or that writes what this code does not know."""
+    """``None`` if the worker writes no markers, or a form that this code does not know."""
     with suppress(ValueError):
         return Markers.model_validate_json(value)
     return None
 
 
 def _joined(events: list[StreamEvent]) -> list[StreamEvent]:
-    """The events, with chunks that follow each other joined into one."""
+    """The events, with consecutive chunks joined into one."""
     joined: list[StreamEvent] = []
     for event in events:
         if joined and isinstance(event, TextChunk) and isinstance(joined[-1], TextChunk):

@@ -1,8 +1,6 @@
-"""`stoker submit`: options for the usual fields of a request, `--set` for the others, and the job's options in RQ. Only
-command-line texts.
-
-The input is options over a JSON file over stdin; the request is validated elsewhere.
-"""
+"""`stoker submit`: options for the usual fields of a request, `--set` for the others, and the job's RQ options. Only
+command-line texts. Options replace fields of a JSON file; stdin is read if neither has an input. The request is
+validated elsewhere."""
 
 import json
 import sys
@@ -29,19 +27,13 @@ _OF_SCHEMAS = {
     *("type", "properties", "required", "items", "enum", "const"),
     *("allOf", "anyOf", "oneOf", "not", "if", "$ref"),
 }
-"""Words of which a JSON Schema has at least one at its top, as a rule."""
+"""Words of which a JSON Schema usually has at least one at its top level."""
 _FILES = ("json_file", "prompt_file", "messages_file", "tools_file", "schema_file", "check_file")
 
 
 def request_fields(options: dict[str, Any]) -> dict[str, Any]:
-    """The request's fields: those that were given as options, and the others from the file.
-
-    Args:
-        options: by name, ``None`` if not given; files are read.
-
-    Raises:
-        click.UsageError: two inputs or none, or a file with the wrong content.
-    """
+    """The request's fields: those given as options, and the others from the file. `options` are by name, ``None`` if
+    not given. Raises `click.UsageError`: two inputs or none, or a file with the wrong content."""
     given = {name: value for name, value in options.items() if value is not None and value != ()}
     files = [given[name] for name in _FILES if name in given]
     if sum(file is sys.stdin or _name(file) == "<stdin>" for file in files) > 1:
@@ -67,15 +59,11 @@ def request_fields(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_check(file: IO[str]) -> dict[str, Any]:
-    """The fields of a check, from a file that has such fields, or the JSON Schema of one.
-
-    Raises:
-        click.UsageError: it has neither. A schema ignores words that it does not know, so a condition that is
-            misspelled would accept all JSON.
-    """
+    """The fields of a check, from a file with such fields or with the JSON Schema of one. Raises `click.UsageError`: it
+    has neither. (A schema ignores unknown words, so a misspelled condition would accept all JSON.)"""
     value: dict[str, Any] = _json(file, dict, "a check or a JSON Schema as a JSON object")
     conditions = Check.model_fields.keys()
-    if value.keys() & (conditions - {"contains"}) or value.keys() == {"contains"}:  # a word of JSON Schema as well
+    if value.keys() & (conditions - {"contains"}) or value.keys() == {"contains"}:  # `contains` is in JSON Schema too
         return value
     if not value.keys() & _OF_SCHEMAS:
         raise click.UsageError(
@@ -154,7 +142,7 @@ def _as_models(context: click.Context, parameter: click.Parameter, names: str | 
 
 
 def _as_fields(context: click.Context, parameter: click.Parameter, pairs: tuple[str, ...]) -> dict[str, Any] | None:
-    """What is no JSON is a text."""
+    """A value that is not JSON is a text."""
     fields: dict[str, Any] = {}
     for name, equals, value in (pair.partition("=") for pair in pairs):
         if not equals or name not in GenerationRequest.model_fields:
@@ -241,7 +229,7 @@ def submit(redis_url: str, /, wait: bool, stream: bool, timeout_s: float | None,
         raise click.UsageError("--stream prints text and --json one JSON object; give one of them")
     job_options = {name: options.pop(name) for name in JOB_OPTIONS}
     fields = request_fields(options)
-    build_request(fields)  # before `submit`, to which a file could otherwise give job options
+    build_request(fields)  # before `submit`, because a file could otherwise give it job options
     with open_producer(redis_url) as producer:
         given = {name: value for name, value in job_options.items() if value is not None}
         ticket = producer.submit(**fields, **given, stream=stream)  # logs to stderr when no worker listens

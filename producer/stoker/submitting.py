@@ -1,10 +1,10 @@
 """Submits requests: validates them, makes jobs of them, and enqueues each job once, in chunks. Keeps no state.
 
-Neither a lost reply nor a producer that repeats its call makes a second job. redis-py sends a transaction again when
-its reply is lost, and a packet can arrive long after its sender gave up. So the transaction watches the job's key, and
-the server refuses it if the job has been made since. If in doubt, we check whether the job is there and has the same
-request. The transaction also watches the jobs that the new one depends on: if one of them ended unnoticed, the new job
-would wait for ever.
+Neither a lost reply nor a repeated call makes a second job. redis-py sends a transaction again when its reply is lost,
+and a packet can arrive long after its sender gave up. So the transaction watches the job's key, and the server refuses
+it if the job has been made since. In doubt, the producer checks whether the job exists and has the same request. The
+transaction also watches the jobs on which the new one depends: if one of them ended unnoticed, the new job would wait
+for ever.
 
 It pauses after every few milliseconds of work, so that other tasks of an event loop can run.
 """
@@ -37,8 +37,8 @@ _ROUTING: Final = frozenset({"models", "min_trust"})
 
 
 class ManyFields(TypedDict, total=False):
-    """Further keyword arguments of `submit_many`; `JobOptions` has their meanings and defaults, but for `models` and
-    `min_trust`, which are those of `Routing.routed`."""
+    """Further keyword arguments of `submit_many`: options as in `JobOptions`, and `models` and `min_trust` as in
+    `Routing.routed`."""
 
     job_timeout_s: int
     result_ttl_s: int
@@ -111,11 +111,7 @@ class Submitted(NamedTuple):
 
 
 def submit(queue: str, routing: Routing, fields: Mapping[str, Any], job_id: str | None) -> Operation[Submitted]:
-    """Enqueue one job.
-
-    Raises:
-        RequestError, NobodyServes, JobNotFound: as `Producer.submit`.
-    """
+    """Enqueue one job. Raises as `Producer.submit`, with redis-py's errors in place of `RedisUnavailable`."""
     options = JobOptions(**{name: value for name, value in fields.items() if name in _OPTIONS})
     request = _request({name: value for name, value in fields.items() if name not in _OPTIONS | _ROUTING})
     request = yield from _routed(routing, request, fields)
@@ -133,14 +129,8 @@ def submit_many(
     given: Mapping[str, Any],
     job_ids: Sequence[str] | None,
 ) -> Operation[list[Submitted]]:
-    """Enqueue many jobs, in the order of `requests`.
-
-    Args:
-        given: those of `ManyFields`.
-
-    Raises:
-        RequestError, NobodyServes, JobNotFound: as `Producer.submit_many`.
-    """
+    """Enqueue many jobs, in the order of `requests`; `given` has the fields of `ManyFields`. Raises as
+    `Producer.submit_many`, with redis-py's errors in place of `RedisUnavailable`."""
     options = JobOptions(**{name: value for name, value in given.items() if name not in _ROUTING})
     if job_ids is not None:
         requests = list(requests)
@@ -201,7 +191,7 @@ def _all_checked(requests: Sequence[GenerationRequest | Mapping[str, Any]]) -> O
 def _checked(index: int, request: GenerationRequest | Mapping[str, Any]) -> GenerationRequest:
     try:
         built = request if isinstance(request, GenerationRequest) else _request(request)
-        built.as_payload()  # it may be too large
+        built.as_payload()  # raises if it is too large
     except RequestError as error:
         raise type(error)(f"request {index}: {error}") from None
     return built
@@ -250,14 +240,14 @@ class _Busy:
 
 
 _TRIES: Final = 5  # in each of them, redis-py tries several times too
-_TRIES_OF_A_RACE: Final = 100  # a job that runs is written to twice a second, and this one may depend on it
+_TRIES_OF_A_RACE: Final = 100  # a running job's hash changes twice a second, and this job may depend on it
 
 
 def enqueue(queue: str, jobs: list[NewJob], *, at_front: bool, ids_are_new: bool) -> Operation[None]:
     """Enqueue those of `jobs` that do not exist yet, in one transaction.
 
     Args:
-        ids_are_new: the ids were generated just now, so that no other job can have them.
+        ids_are_new: the ids were generated just now, so no other job can have them.
 
     Raises:
         DuplicateJob: an id names another job; none of `jobs` was enqueued.
@@ -310,10 +300,7 @@ def _enqueued(queue: str, jobs: list[NewJob], *, at_front: bool, look_first: boo
 
 
 def _has_to_wait(job: NewJob, states: dict[str, bytes | None]) -> bool:
-    """
-    Raises:
-        JobNotFound: a dependency does not exist; RQ would take it for a job that has finished.
-    """
+    """Raises `JobNotFound`: a dependency does not exist; RQ would treat it as finished."""
     met = {JobStatus.FINISHED.value, JobStatus.FAILED.value if job.runs_after_failures else JobStatus.FINISHED.value}
     waits = False
     for dependency_id in job.dependency_ids:
@@ -325,14 +312,11 @@ def _has_to_wait(job: NewJob, states: dict[str, bytes | None]) -> bool:
 
 
 def _without_existing(queue: str, jobs: list[NewJob]) -> Operation[list[NewJob]]:
-    """
-    Raises:
-        DuplicateJob: an existing job has another request or is in another queue.
-    """
+    """Raises `DuplicateJob`: an existing job has another request or is in another queue."""
     looks: list[Command] = []
     for job in jobs:
         looks += [("HMGET", job.key, "data", "origin"), ("EXISTS", job.key)]
-    replies = yield Commands(looks, errors_as_replies=True)  # a key that is not a hash means: this id is taken
+    replies = yield Commands(looks, errors_as_replies=True)  # a key of another type also means that the id is taken
     left = []
     for job, found, exists in zip(jobs, replies[::2], replies[1::2], strict=True):
         if isinstance(exists, RedisError):
@@ -352,7 +336,7 @@ def _is_the_same(queue: str, job: NewJob, data: bytes | None, origin: bytes | No
         function, _, _, kwargs = read_json(unpacked(data or b""), MAX_DATA_BYTES)
         theirs = kwargs[REQUEST_KWARG]
         ours, queues = read_json(unpacked(job.data), MAX_DATA_BYTES)[3][REQUEST_KWARG], {queue}
-        if ours.get("route") and theirs.get("route"):  # it goes by what was known of the models when it was made
+        if ours.get("route") and theirs.get("route"):  # made from what was then known of the models
             queues = {step["queue"] for step in theirs["route"]}
             ours, theirs = ({**payload, "route": []} for payload in (ours, theirs))
         if function != job.task or (origin or b"").decode() not in queues:

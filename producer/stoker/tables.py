@@ -1,4 +1,4 @@
-"""Figures as tables of ready texts: `stoker status` and the dashboard's pages show the same. No I/O."""
+"""Figures as tables of text: `stoker status` and the dashboard's pages show the same. No I/O."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ def worker_table(workers: Sequence[WorkerOutlook]) -> Table:
 
 
 def shared_store_table(workers: Sequence[WorkerOutlook]) -> Table:
-    """A line for each worker, if one of them has a shared store: then all of a queue should."""
+    """A line for each worker if any of them has a shared store, because then all workers of a queue should have it."""
     rows = []
     known = {worker.name: worker.live.now.shared_store for worker in workers if worker.live and worker.live.now}
     for name, shared in known.items() if any(known.values()) else ():
@@ -85,8 +85,8 @@ def job_table(jobs: Sequence[JobInFlight]) -> Table:
 
 
 def trouble_text(now: Overview) -> str:
-    """Why the server may refuse to write, and what follows; that it lost data; that the workers are suspended. A line
-    for each; empty if nothing is known against it."""
+    """A line for each trouble, empty without any: why the server may refuse to write, and the effect; lost data;
+    suspended workers."""
     refuses = f"{now.trouble}. A worker shown as {DEAD} may be alive." if now.trouble else ""
     figures = {worker.name: worker.live.now for worker in now.workers if worker.live and worker.live.now}
     is_suspended = any(of_worker.suspended for of_worker in figures.values())
@@ -96,7 +96,7 @@ def trouble_text(now: Overview) -> str:
 
 
 def _data_loss_text(losses: Mapping[str, DataLossFigures]) -> str:
-    """The workers' losses, by the workers' names."""
+    """The losses by worker, as one sentence; empty without any."""
     if not losses:
         return ""
     ago = duration(min(loss.ago_s for loss in losses.values()))

@@ -1,6 +1,6 @@
 """Tickets: each waits for one job, streams its text, reads its state or cancels it.
 
-A ticket owns a job's id and shares its producer's connection. The tickets of an `AsyncProducer` share few connections,
+A ticket owns a job's id and shares its producer's connection. The tickets of an `AsyncProducer` share a few connections
 and one wait for all their results, for any number of tasks.
 """
 
@@ -33,12 +33,13 @@ class TicketStatus:
     Attributes:
         state: RQ's own name: ``queued``, ``started``, ``finished``, ``failed``, ``canceled``, ``stopped``,
             ``deferred``, ``scheduled`` and rarer ones.
-        position: how many jobs are before it in its queue, 0 when it is next; ``None`` unless it waits there.
+        position: number of jobs before it in its queue, 0 if it is next; ``None`` unless it waits there.
         worker: name of the worker that runs it; ``None`` unless it runs.
-        stage: ``loading`` its agent's memory, ``waiting`` for a place in the batch, ``prefill`` or ``decode``. Like the
-            next two about a second old, and ``None`` unless the job runs.
-        tokens: tokens generated so far. tokens_per_s: mean rate since the first token.
-        warning: why no job of its queue can begin now: no worker listens to it, or those that do still load their model
+        stage: ``loading`` its agent's memory, ``waiting`` for a place in the batch, ``prefill`` or ``decode``. Like
+            `tokens` and `tokens_per_s`, it is about a second old, and ``None`` unless the job runs.
+        tokens: tokens generated so far.
+        tokens_per_s: mean rate since the first token.
+        warning: why no job of its queue can begin now: no worker listens to it, or its workers still load their model
             or are suspended. ``None`` unless the job waits there.
     """
 
@@ -52,10 +53,7 @@ class TicketStatus:
 
 
 def status_of(job_id: str) -> Operation[TicketStatus]:
-    """
-    Raises:
-        JobNotFound: no such job (any more).
-    """
+    """Raises `JobNotFound`: the job does not exist (any more)."""
     record = yield from JobRecord.read(job_id)
     if record is None:
         raise JobNotFound(job_id)
@@ -74,13 +72,8 @@ class AnyTicket:
     """The part that both kinds share. `_ended` is the job's end, once a wait for many tickets has found it."""
 
     def __init__(self, job_id: str, *, is_new: bool) -> None:
-        """
-        Args:
-            is_new: the job was enqueued just now, under a generated id.
-
-        Raises:
-            ValueError: `job_id` is empty or has characters that no job id has.
-        """
+        """Raises `ValueError`: `job_id` is empty or has characters that no job id has. `is_new`: the job was enqueued
+        just now, under a generated id."""
         if not job_id or not job_id.isprintable():
             raise ValueError("a job id is a non-empty printable string")
         self._job_id = job_id
@@ -103,8 +96,8 @@ class AnyTicket:
 class Ticket(AnyTicket):
     """One job by its id, from any producer. Cheap to make; safe to use from any thread, and in a forked child.
 
-    It cannot be pickled: send its `job_id`, and call `Producer.ticket` there. Every method raises `RedisUnavailable`
-    when no server answers or it refuses us.
+    It cannot be pickled: send its `job_id`, and call `Producer.ticket` there. Every method raises `RedisUnavailable` if
+    no server answers or it refuses the client.
     """
 
     def __init__(self, connection: Redis, job_id: str, *, is_new: bool = False) -> None:
@@ -115,12 +108,12 @@ class Ticket(AnyTicket):
         """Wait for the job's end and return its result.
 
         The wait endures a lost connection until `timeout_s` (for a minute if that is ``None``). For many jobs,
-        `Producer.results` and `Producer.as_completed` send far fewer commands; a ticket that they have returned has its
-        job's end already.
+        `Producer.results` and `Producer.as_completed` send far fewer commands; a ticket that they return has its job's
+        end already.
 
         Args:
             timeout_s: how long to wait, in seconds; ``None`` for no limit, 0 to check once. The job continues
-            regardless.
+                regardless.
 
         Raises:
             JobFailed: the worker failed it; the error has the reason, and the text so far if the job timed out.
@@ -137,7 +130,7 @@ class Ticket(AnyTicket):
     def stream(self, timeout_s: float | None = None) -> Iterator[StreamEvent]:
         """The text as it is generated: first the text so far, then each new piece until the job has ended.
 
-        The chunks since the last `Restarted` are together exactly `result().text`. A lost connection is endured, as by
+        The chunks since the last `Restarted` together are exactly `result().text`. A lost connection is endured, as by
         `result`.
 
         Args:
@@ -160,14 +153,14 @@ class Ticket(AnyTicket):
         return run(self._connection, status_of(self._job_id))
 
     def feedback(self, *, accepted: bool) -> bool:
-        """Count a verdict on the answer, of a person or a program; once for a job. It takes the place of the verdict of
-        the job's check, and decides with the others how far the model is trusted with such tasks.
+        """Count a verdict on the answer, of a person or a program, once for a job. It replaces the verdict of the job's
+        check, and with all others decides how far the model is trusted with such tasks.
 
         Returns:
             ``False`` if the opposite verdict was given before; that one stays.
 
         Raises:
-            InvalidRequest: the job had neither a check nor `models`.
+            InvalidRequest: the job had no `task`, no `check`, and no `models` or `route`.
             JobFailed, JobCanceled, JobNotFound, ResultTimeout, RedisUnavailable: as `result`, without a wait.
         """
         return run(self._connection, give_feedback(self.result(timeout_s=0), accepted=accepted))
@@ -176,9 +169,11 @@ class Ticket(AnyTicket):
         """Cancel the job, whatever it is doing: waiting, running, failing, being retried or repeated.
 
         Returns:
-            ``True`` if it was canceled: `result` raises `JobCanceled` from now on, and the job never runs again (its
-            worker needs a moment to notice). ``False`` if it had ended, or its agent's turn is being saved, so that it
-            goes on to its result.
+            ``True`` if it was canceled: from now on `result` raises `JobCanceled`, and the job never runs again (its
+                worker
+            needs a moment to notice). ``False`` if it had ended, or if its agent's turn is being saved, so that it goes
+                on to
+            its result.
 
         Raises:
             JobNotFound: no such job (any more).
@@ -189,16 +184,12 @@ class Ticket(AnyTicket):
 
 
 _AT_A_TIME: Final = 16  # each operation uses a connection
-_SLICE_S: Final = 0.2  # a job that is added during a blocking read is waited for after this time at most
+_SLICE_S: Final = 0.2  # the longest delay before a job added during a blocking read is waited for
 _SETTLED_AT_ONCE: Final = 50  # each end wakes a task, which then reads its result
 
 
 class SharedConnection:
-    """The connection of an `AsyncProducer` and its tickets.
-
-    Attributes:
-        connection: owned and closed by the producer.
-    """
+    """The connection of an `AsyncProducer` and its tickets; the producer owns and closes it."""
 
     def __init__(self, connection: AsyncRedis) -> None:
         self.connection = connection
@@ -235,7 +226,6 @@ class SharedConnection:
         return JobEnd(job_id, await self.run(wait_for_end(job_id, 0, 0, waited_s=timeout_s or 0.0)))
 
     async def aclose(self) -> None:
-        """End the wait."""
         wait, self._wait = self._wait, None
         if wait is not None:
             wait.cancel()
@@ -298,7 +288,7 @@ class AsyncTicket(AnyTicket):
     async def result(self, timeout_s: float | None = None) -> GenerationResult:
         """As `Ticket.result`, but thousands of tasks can wait at the same time: they share one connection and one wait.
 
-        The wait ends with `RedisUnavailable` when the server has been away for a minute, even if `timeout_s` is longer.
+        The wait ends with `RedisUnavailable` once the server has been away for a minute, even if `timeout_s` is longer.
         """
         ended = self._ended or await self._shared.end_of(self._job_id, timeout_s, is_new=self._is_new)
         return ended.outcome()

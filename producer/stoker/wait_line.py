@@ -1,6 +1,6 @@
-"""The last line of a terminal's stderr, which is drawn again and again; and what a command waits for, in that line.
+"""The last line of a terminal's stderr, drawn again and again; and the text of a command's wait in that line.
 
-Where stderr is no terminal, nothing is drawn. `shown_wait` draws on a thread of its own, until its block ends.
+Nothing is drawn if stderr is not a terminal. `shown_wait` draws on a thread of its own, until its block ends.
 """
 
 import shutil
@@ -22,10 +22,7 @@ _DRAW_EVERY_S: Final = 1.0
 
 
 class WaitLine:
-    """
-    Args:
-        quiet: draw nothing, on a terminal neither.
-    """
+    """Draws nothing if `quiet`, or if stderr is not a terminal."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.draws = not quiet and sys.stderr.isatty()
@@ -36,7 +33,7 @@ class WaitLine:
         return shutil.get_terminal_size().columns - 1
 
     def draw(self, text: str) -> None:
-        """Show this text in place of the one before; its end is cut off where the terminal is too narrow."""
+        """Show this text in place of the one before, cut off at the terminal's width."""
         if self.draws:
             click.echo(_ERASE_LINE + printable(text)[: self.room], nl=False, err=True)
 
@@ -47,11 +44,7 @@ class WaitLine:
 
 @contextmanager
 def shown_wait(look: Callable[[], str], *, quiet: bool = False) -> Iterator[None]:
-    """Show what the block waits for, once it has taken some seconds.
-
-    Args:
-        look: tells that; called each second on another thread.
-    """
+    """Show the text of `look` once the block has taken some seconds. `look` is called each second on another thread."""
     line, is_over = WaitLine(quiet=quiet), Event()
     if not line.draws:
         yield

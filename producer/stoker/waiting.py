@@ -3,9 +3,9 @@
 A wait consists of short blocking reads: a long one would reach the socket timeout of the caller's connection, and a
 cancel, a delete or an expiry writes nothing that could end it.
 
-RQ writes each end into the job's result stream, and one XREAD reads many streams. Only the entry of a success is
-certain to be the end, because retries write entries too; after any other entry the job's hash is read. A job that is
-canceled, deleted or expires writes no entry; each second, the states of some hundred jobs are read to find those.
+RQ writes each end into the job's result stream, and one XREAD reads many streams. Only a success entry is certainly the
+end, because retries write entries too; after any other entry the job's hash is read. A canceled, deleted or expired job
+writes no entry, so each second the states of a few hundred jobs are read.
 """
 
 import time
@@ -28,21 +28,18 @@ GIVE_UP_S = 60.0
 """Seconds without a server after which a wait without a time limit ends."""
 
 _PAUSE_S: Final = 0.2
-_FIRST_BLOCK_S: Final = 0.2  # a cancel by somebody else is noticed that much later
+_FIRST_BLOCK_S: Final = 0.2  # a cancel by another client is noticed that much later
 
 
 class Patience:
     """The limits of one wait, which begins when this is made: its time limit, and the outages that it endures.
 
-    Attributes:
+    Args:
         timeout_s: how long to wait, in seconds; ``None`` for no limit.
+        was_answered: a server is known to be at this address.
     """
 
     def __init__(self, timeout_s: float | None, *, was_answered: bool = False) -> None:
-        """
-        Args:
-            was_answered: the server is known to be at its address.
-        """
         self.timeout_s = timeout_s
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._lost_at: float | None = None
@@ -57,7 +54,7 @@ class Patience:
         """The operation's result; ``None``, after a pause, if the connection was lost and the patience has not run out.
 
         Raises:
-            redis.exceptions.RedisError: the patience has run out, or the server has never answered in this wait: its
+            redis.exceptions.RedisError: the patience has run out, or the server has never answered in this wait, so its
                 address is probably wrong.
         """
         try:
@@ -106,11 +103,8 @@ def wait_for_end(
 
 
 def _look(job_id: str, last_entry_id: str, block_s: float) -> Operation[JobRecord]:
-    """The job as it is after `block_s` seconds, or as soon as its result stream has an entry after `last_entry_id`.
-
-    Raises:
-        JobNotFound: there is no such job (any more).
-    """
+    """The job after `block_s` seconds, or as soon as its result stream has an entry after `last_entry_id`. Raises
+    `JobNotFound`."""
     key = Result.get_key(job_id)
     reply, values = yield Commands([results_after({key: last_entry_id}, block_s), JobRecord.hash_command(job_id)])
     record = yield from JobRecord.whole(job_id, values, stream_entries(reply).get(key, [])[::-1])
@@ -134,7 +128,7 @@ def timed_out(record: JobRecord, after_s: float) -> Operation[ResultTimeout]:
 
 _FIRST_LOOK: Final = 100  # jobs; many may have ended long ago, and all their results come in one reply
 _BLOCKED_ON: Final = 1000  # jobs in one blocking read
-_BESIDE: Final = 500  # jobs beyond these that are read each time without blocking
+_BESIDE: Final = 500  # further jobs, read each time without blocking
 _SLICE_BESIDE_S: Final = 0.2
 _GATHER_S_PER_JOB: Final = 20e-6  # a short pause, so that ends that come close together are read together
 _CHECK_EVERY_S: Final = 1.0
@@ -165,24 +159,17 @@ class Waiter:
         return len(self._unseen) + len(self._waiting)
 
     def add(self, job_id: str, *, is_new: bool = False) -> None:
-        """Wait for this job too.
-
-        Args:
-            is_new: it was enqueued just now, under a generated id; saves a command.
-        """
+        """Wait for this job too. `is_new`, which saves a command: it was enqueued just now, under a generated id."""
         if job_id not in self._waiting:
             self._unseen[job_id] = _Awaited(job_id, is_new)
 
     def discard(self, job_id: str) -> None:
-        """Stop waiting for this job."""
         self._unseen.pop(job_id, None)
         self._waiting.pop(job_id, None)
 
     def wait(self, patience: Patience, slice_s: float) -> Operation[list[JobEnd]]:
         """The next jobs to end, one or more, each once; empty if the patience has run out, or there are no jobs.
-
-        Args:
-            slice_s: longest blocking read, as `blocking_slice_s` of the connection.
+        `slice_s` is the longest blocking read, as `blocking_slice_s` of the connection.
 
         Raises:
             redis.exceptions.RedisError: as `Patience.enduring`; nothing is lost, and the next call continues.
@@ -235,11 +222,8 @@ class Waiter:
     def _sorted_out(
         self, jobs: Sequence[_Awaited], found: dict[str, Entries], values: dict[str, list[bytes | None]]
     ) -> Operation[list[JobEnd]]:
-        """The `jobs` that have ended. For the others, the wait moves on to their next entries.
-
-        Args:
-            values: hashes that were read already; hashes of other jobs with new entries are read here if necessary.
-        """
+        """The `jobs` that have ended. For the others, the wait moves on to their next entries. `values` are hashes that
+        were read already; those of other jobs with new entries are read here if necessary."""
         entries = {job.job_id: found.get(Result.get_key(job.job_id), [])[::-1] for job in jobs}
         ended = []
         unread = []
@@ -264,7 +248,7 @@ class Waiter:
         return ended
 
     def _check(self) -> Operation[list[JobEnd]]:
-        """Ends without an entry, among the next of all jobs."""
+        """Ends without an entry, among the next few hundred jobs."""
         job_ids = [job.job_id for job in self._next_after(0, _CHECKED_AT_ONCE)]
         self._checked_at = time.monotonic()
         states = yield Commands([("HGET", Job.key_for(job_id), "status") for job_id in job_ids])
@@ -278,7 +262,7 @@ class Waiter:
         return (yield from self._sorted_out(jobs, entries, (yield from _hashes(without))))
 
     def _next_after(self, skipped: int, count: int) -> list[_Awaited]:
-        """The next jobs, up to `count`, of those after the first `skipped`; begins again after the last."""
+        """The next jobs, up to `count`, behind the first `skipped`; begins again after the last."""
         jobs: list[_Awaited] = []
         for _ in range(2):
             jobs = [self._waiting[job_id] for job_id in islice(self._turns[skipped], count) if job_id in self._waiting]
