@@ -170,10 +170,8 @@ class Ticket(AnyTicket):
 
         Returns:
             ``True`` if it was canceled: from now on `result` raises `JobCanceled`, and the job never runs again (its
-                worker
-            needs a moment to notice). ``False`` if it had ended, or if its agent's turn is being saved, so that it goes
-                on to
-            its result.
+            worker needs a moment to notice). ``False`` if it had ended, or if its agent's turn is being saved, so that
+            it goes on to its result.
 
         Raises:
             JobNotFound: no such job (any more).

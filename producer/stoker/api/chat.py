@@ -1,6 +1,6 @@
 """OpenAI's chat completions and completions: their fields, which docs/batches.md lists, their answers and events. Pure.
 
-What OpenAI has no name for has vLLM's: `reasoning_content` in a message, `prompt_logprobs` in the body. `task` and
+Things without a name at OpenAI have vLLM's: `reasoning_content` in a message, `prompt_logprobs` in the body. `task` and
 `attempts` are stoker's own.
 """
 
@@ -41,7 +41,7 @@ _OF_MESSAGES: Final = frozenset(Message.model_fields) | {
 
 
 def _messages(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
-    """Clients send an answer back with what another server, or they themselves, have added to it."""
+    """Drops fields that other servers, or the clients themselves, have added to an answer that is sent back."""
     if isinstance(value, list):
         value = [
             {name: part for name, part in message.items() if name in _OF_MESSAGES}
@@ -139,12 +139,12 @@ _ID_PREFIX: Final = {True: "cmpl", False: "chatcmpl"}
 class Completions:
     """One of the two endpoints. Implements `Endpoint`.
 
-    Attributes:
-        rules: by the names of its fields; without `stream` and `stream_options`.
+    Args:
+        rules: by field name, without `stream` and `stream_options`.
+        max_tokens: the limit of a body without one; ``None`` for what the context leaves.
     """
 
     def __init__(self, url: str, rules: Mapping[str, Rule], *, is_raw: bool, max_tokens: int | None) -> None:
-        """`max_tokens`: of a body without a limit; ``None``: what the context leaves."""
         self.url = url
         self.is_raw = is_raw
         self.rules = rules
@@ -205,7 +205,7 @@ TEXT: Final = Completions(TEXT_URL, _TEXT, is_raw=True, max_tokens=16)
 
 
 def _choices_of(result: GenerationResult) -> list[Choice]:
-    """With the prompt before each, if it was asked for, and its scores before those of the answer."""
+    """The choices, each with the prompt before it if asked for, and the prompt's scores before those of the answer."""
     choices: list[Choice] = list(result.choices or [result])
     if result.prompt is None:
         return choices
@@ -295,9 +295,9 @@ class Chunks:
     """Implements `EventWriter`.
 
     Args:
-        model: the name that the events have.
+        model: the name in the events.
         created_s: Unix seconds.
-        with_usage: every event has `usage`, and a last one has the counts.
+        with_usage: every event has `usage`, and one more at the end has the counts.
     """
 
     keep_alive = KEEP_ALIVE
@@ -336,7 +336,7 @@ class Chunks:
         yield event(failure.body)
 
     def _rest(self, index: int, choice: Choice, deltas: list[Delta]) -> Iterator[bytes]:
-        """With the log-probabilities, if there are any, in an event of text."""
+        """The missing deltas of a choice; its log-probabilities, if there are any, are in an event of text."""
         logprobs = _text_logprobs_of(choice.logprobs) if self._is_raw else _chat_logprobs(choice.logprobs)
         is_empty = self._is_raw and not deltas and index not in self._begun
         if is_empty or (logprobs is not None and all(delta.kind != "text" for delta in deltas)):

@@ -1,7 +1,7 @@
-"""The pieces of an answer that may be sent while it is generated: what is certain, then the rest. Pure.
+"""The pieces of an answer that may be sent while it is generated: first certain text, then the rest. Pure.
 
-Owns what was sent. It cannot be taken back: whatever comes later, of the same run of the job, of another one, or as its
-result, must continue it.
+Owns the record of the sent text, which cannot be taken back: all later text of the job, from the same run, another run
+or the result, must continue it.
 """
 
 from collections.abc import Mapping
@@ -19,9 +19,9 @@ class Delta:
     """The next piece of an answer.
 
     Attributes:
-        kind: `text` and `reasoning` continue what was sent of that kind; `call` is a whole call of a tool.
+        kind: `text` and `reasoning` continue the sent text of that kind; `call` is a complete tool call.
         text: empty for a call.
-        number: of the call, from 0 on.
+        number: index of the call, from 0.
     """
 
     kind: Literal["reasoning", "text", "call"]
@@ -31,11 +31,7 @@ class Delta:
 
 
 class Deltas:
-    """The deltas of one choice.
-
-    Args:
-        is_raw: the text is sent as it was generated, with its markers, as one kind.
-    """
+    """The deltas of one choice. `is_raw`: the text is sent as generated, with its markers, as one kind."""
 
     def __init__(self, *, is_raw: bool) -> None:
         self._is_raw = is_raw
@@ -44,11 +40,8 @@ class Deltas:
         self._sent: dict[Literal["reasoning", "text"], str] = {"reasoning": "", "text": ""}
 
     def add(self, event: StreamEvent) -> list[Delta]:
-        """The deltas to send after this event; none while a restarted job catches up.
-
-        Raises:
-            Failure: the new text is another one.
-        """
+        """The deltas to send after this event; none while a restarted job catches up. Raises `Failure`: the text of the
+        new run differs from the sent text."""
         if isinstance(event, Restarted):
             self._run, self._cutter = "", None
             return []
@@ -56,11 +49,8 @@ class Deltas:
         return self._news(self._parts_so_far(event), is_whole=False)
 
     def rest(self, choice: Choice) -> list[Delta]:
-        """The deltas that are missing once the job has ended: thinking, text, and the calls, each whole.
-
-        Raises:
-            Failure: the answer does not begin with what was sent.
-        """
+        """The missing deltas once the job has ended: thinking, text, and the calls, each complete. Raises `Failure`:
+        the answer does not begin with the sent text."""
         if self._is_raw:
             return self._news({"text": choice.text}, is_whole=True)
         deltas = self._news({"reasoning": choice.reasoning or "", "text": content_of(choice) or ""}, is_whole=True)

@@ -1,6 +1,6 @@
-"""The interface of an endpoint that answers with generated text, and the table of them. Pure.
+"""The interface of an endpoint that answers with generated text. Pure.
 
-One module for each API implements it. Enqueueing, streaming, and what an error is, are the same for all of them.
+One module for each API implements it. Enqueueing, streaming and errors are the same for all of them.
 """
 
 import json
@@ -19,15 +19,15 @@ class ApiCall:
     """A body that was read.
 
     Attributes:
-        requests: the fields of a `GenerationRequest` each; several for several prompts.
+        requests: the fields of one `GenerationRequest` for each prompt.
         model: as the caller names it.
-        is_streamed: the answer is to be sent as events.
-        kept: what the answer needs of the body, as plain JSON.
-        is_stored: the input and the answer are kept for later calls.
-        is_background: the call is answered at once, and its job goes on without it.
+        is_streamed: send the answer as events.
+        kept: the parts of the body that the answer needs, as plain JSON.
+        is_stored: keep the input and the answer for later calls.
+        is_background: answer the call at once; its job continues without it.
         continues: the id of a stored answer whose conversation comes before the input.
         n_instructions: how many of the request's first messages come before that conversation.
-        input: as it came, of a call that is stored.
+        input: the unchanged input of a call that is stored.
     """
 
     requests: tuple[dict[str, Any], ...]
@@ -42,11 +42,8 @@ class ApiCall:
 
     @property
     def request(self) -> dict[str, Any]:
-        """The only one, for a line of a batch.
-
-        Raises:
-            FieldRefused: there are several, or the answer needs a server.
-        """
+        """The only request, for a line of a batch. Raises `FieldRefused`: there are several, or the answer needs a
+        server."""
         needs = {"stream": self.is_streamed, "background": self.is_background, "previous_response_id": self.continues}
         for name, is_given in needs.items():
             if is_given:
@@ -57,10 +54,10 @@ class ApiCall:
 
 
 class EventWriter(Protocol):
-    """Writes one answer as server-sent events. Every method returns whole events, with their line ends."""
+    """Writes one answer as server-sent events. Every method returns complete events, with their line ends."""
 
     keep_alive: bytes
-    """What is sent while nothing comes."""
+    """Sent while nothing else is."""
 
     def begin(self) -> Iterable[bytes]:
         """The events before all others; called once, and read with the first delta, keep-alive or end."""
@@ -75,7 +72,7 @@ class EventWriter(Protocol):
 
         Args:
             results: one for each request.
-            first: the deltas of the first choice, of which some may have been sent; of the others none was.
+            first: the deltas of the first choice, some of which may have been sent; none of the other choices has been.
 
         Raises:
             Failure: as `Deltas.rest`.
@@ -83,7 +80,7 @@ class EventWriter(Protocol):
         ...
 
     def failed(self, failure: Failure) -> Iterable[bytes]:
-        """The events that end an answer which cannot go on."""
+        """The events that end an answer which cannot continue."""
         ...
 
 
@@ -91,20 +88,14 @@ class Endpoint(Protocol):
     """
     Attributes:
         url: its path.
-        is_raw: its text is the generated one, with the markers of thinking and calls.
+        is_raw: its text is as generated, with the markers of thinking and calls.
     """
 
     url: str
     is_raw: bool
 
     def read(self, body: dict[str, Any], options: BodyOptions) -> ApiCall:
-        """
-        Args:
-            body: may be changed.
-
-        Raises:
-            FieldRefused: a field is unknown, or cannot be served.
-        """
+        """Read a body, which it may change. Raises `FieldRefused`: a field is unknown, or cannot be served."""
         ...
 
     def answer(self, results: Sequence[GenerationResult], created_s: int, kept: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,15 +104,12 @@ class Endpoint(Protocol):
         Args:
             results: one for each request.
             created_s: when the answer was made, in Unix seconds.
-            kept: of the call; empty where only the result is known.
+            kept: the call's; empty where only the result is known.
         """
         ...
 
     def events(self, job_id: str, call: ApiCall, created_s: int) -> EventWriter:
-        """
-        Args:
-            call: without its requests.
-        """
+        """`call` may be without its requests."""
         ...
 
     def failure(self, failure: Failure) -> dict[str, Any]:
@@ -133,17 +121,14 @@ KEEP_ALIVE: Final = b": still waiting\n\n"
 
 
 def event(value: Mapping[str, Any], name: str | None = None) -> bytes:
-    """One event. In ASCII: many clients take a line separator such as U+2028, unescaped, for the end of a line."""
+    """One event, in ASCII: many clients take an unescaped separator such as U+2028 for the end of a line."""
     head = "" if name is None else f"event: {name}\n"
     return f"{head}data: {json.dumps(value)}\n\n".encode()
 
 
 def take_flag(body: dict[str, Any], name: str, *, default: bool = False) -> bool:
-    """Remove a field that concerns only the transport, as `stream`, and read it.
-
-    Raises:
-        FieldRefused: it is neither true nor false.
-    """
+    """Remove a field such as `stream`, which concerns only the transport, and read it. Raises `FieldRefused`: it is
+    neither true nor false."""
     value = body.pop(name, None)
     if value is not None and not isinstance(value, bool):
         raise FieldRefused(name, "is not true or false", "invalid_value")

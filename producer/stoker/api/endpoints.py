@@ -14,4 +14,4 @@ ENDPOINTS: Final[Mapping[str, Endpoint]] = {
 }
 
 BATCH_URLS: Final = (CHAT.url, TEXT.url, RESPONSES.url)
-"""Those of a batch's lines."""
+"""The URLs that a batch's lines may have."""

@@ -40,9 +40,9 @@ class Failure(Exception):
 
     Attributes:
         status: the HTTP status.
-        retryable: whether the same request may well succeed later.
+        retryable: whether the same request may succeed later.
         retry_after_s: when to try again, if that is known.
-        request_id: the id of the call, if it has one: its job's.
+        request_id: the id of the call's job, if it has one.
     """
 
     def __init__(
@@ -69,12 +69,8 @@ class Failure(Exception):
 
 
 class FieldRefused(Failure):
-    """A field that cannot be served; nothing is run.
-
-    Attributes:
-        param: the field's name.
-        code: OpenAI's code for such an error.
-    """
+    """A field that cannot be served; nothing is run. `param` is the field's name, `code` OpenAI's code for such an
+    error."""
 
     def __init__(self, param: str, why: str, code: str = "unsupported_parameter") -> None:
         super().__init__(400, f"'{param}' {why}", code=code, param=param)
@@ -83,12 +79,8 @@ class FieldRefused(Failure):
 
 
 def of_worker(reason: str, partial_text: str | None) -> Failure:
-    """The failure of a job that its worker failed.
-
-    Args:
-        reason: the worker's one line, ``ErrorName: message``.
-        partial_text: the text that a job generated before it timed out, else ``None``.
-    """
+    """The failure of a job that its worker failed. `reason` is the worker's line, ``ErrorName: message``;
+    `partial_text` the text generated before a timeout."""
     name = reason.partition(":")[0]
     error = class_named(name) or StokerError
     default = (400, "invalid_request_error", "invalid_value") if issubclass(error, _REQUEST_ERRORS) else _SERVER_ERROR
@@ -109,7 +101,7 @@ def of_request(error: RequestError) -> Failure:
 
 
 def field_of(error: RequestError) -> str | None:
-    """The field that the error's message begins with, if it begins with one."""
+    """The field with which the error's message begins, if it begins with one."""
     found = re.match("'?([a-z_]+)", str(error))
     return found[1] if found and found[1] in GenerationRequest.model_fields else None
 

@@ -23,7 +23,7 @@ class BodyOptions:
         model_aliases: from the model's name in a body to the name of the loaded model.
         any_model: run every body on the loaded model, even if it names another.
         max_tokens: for bodies without a limit; ``None`` for the default of their API.
-        ignore_unknown: leave out fields that are not known, with a line in the log, instead of refusing them.
+        ignore_unknown: drop unknown fields, with a line in the log, instead of refusing them.
     """
 
     model_aliases: Mapping[str, str] = field(default_factory=dict)
@@ -74,7 +74,7 @@ _NOT_SET: Final[Mapping[str, tuple[Any, ...]]] = {
     "prompt_cache_key": ("",),
     "reasoning_effort": ("none",),
 }
-"""Values with which clients say that they set nothing."""
+"""Values that clients send for "not set"."""
 
 _INSTEAD: Final[Mapping[str, str]] = {
     **dict.fromkeys(("guided_json", "structured_outputs"), "give 'response_format'"),
@@ -87,7 +87,7 @@ _INSTEAD: Final[Mapping[str, str]] = {
     "cache_prompt": "give 'cache'",
     "priority": "calls of higher priority have a queue of their own",
 }
-"""The right name of fields that other servers know."""
+"""The right names for fields of other servers."""
 
 _log = logging.getLogger(__name__)
 _logged: set[str] = set()
@@ -97,11 +97,8 @@ _MOST_LOGGED: Final = 100
 def apply_rules(
     rules: Mapping[str, Rule], url: str, body: Mapping[str, Any], fields: dict[str, Any], options: BodyOptions
 ) -> None:
-    """Write a body into the fields of a `GenerationRequest`; `build_request` checks their ranges.
-
-    Raises:
-        FieldRefused: a field is unknown or cannot be served.
-    """
+    """Write a body into the fields of a `GenerationRequest`; `build_request` checks their ranges. Raises
+    `FieldRefused`: a field is unknown or cannot be served."""
     for name, value in body.items():
         if name not in rules:
             _unknown(name[:_NAME_CHARACTERS], url, options)
@@ -125,7 +122,6 @@ def _unknown(name: str, url: str, options: BodyOptions) -> None:
 
 
 def model_rule(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
-    """The rule of `model`."""
     if not isinstance(value, str):
         raise FieldRefused("model", "is not a string", "invalid_value")
     if not options.any_model:
@@ -152,13 +148,13 @@ def default_limit(fields: dict[str, Any], options: BodyOptions, max_tokens: int 
 
 
 def template_kwargs(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
-    """The rule of `chat_template_kwargs`, which win over those that follow from other fields."""
+    """The rule of `chat_template_kwargs`, which take precedence over values that follow from other fields."""
     known = fields.get("chat_template_kwargs", {})
     fields["chat_template_kwargs"] = {**known, **value} if isinstance(value, dict) else value
 
 
 def for_template(fields: dict[str, Any], **values: Any) -> None:
-    """Values that follow from other fields than `chat_template_kwargs`, whose own win."""
+    """Values for the chat template that follow from other fields; `chat_template_kwargs` takes precedence."""
     known = fields.get("chat_template_kwargs", {})
     if isinstance(known, dict):
         fields["chat_template_kwargs"] = {**values, **known}
@@ -187,13 +183,13 @@ def session(*names: str) -> dict[str, Rule]:
 
 
 def session_name(text: str) -> str:
-    """A session of any text: one that a request does not take becomes its digest."""
+    """A session name for any text; a digest of text that a request would refuse."""
     is_taken = len(text) <= _MOST_SESSION_CHARACTERS and printable(text) == text
     return text if is_taken else hashlib.sha256(text.encode(errors="replace")).hexdigest()
 
 
 def settle_memory(fields: dict[str, Any]) -> None:
-    """A session is an agent where the call continues a conversation; an agent that is named wins."""
+    """A session becomes an agent if the call continues a conversation; a named agent takes precedence."""
     if "session" not in fields:
         return
     is_continued = fields.get("context") == "append" or fields.get("expect_version") is not None

@@ -1,8 +1,8 @@
-"""Anthropic's Messages, and its count of tokens: their fields, which docs/serve.md lists, answers, events and errors.
+"""Anthropic's Messages and its count of tokens: their fields, which docs/serve.md lists, answers, events and errors.
 Pure.
 
-A conversation becomes one that every chat template takes: the system text first, then turns that alternate, and results
-of tools in messages of their own.
+A conversation is changed so that every chat template accepts it: the system text comes first, then alternating turns,
+and tool results in messages of their own.
 """
 
 import json
@@ -34,10 +34,10 @@ COUNT_URL: Final = "/v1/messages/count_tokens"
 _TEMPERATURE: Final = 1.0
 _BETWEEN_TEXTS: Final = "\n\n"
 _BILLING: Final = "x-anthropic-billing-header:"
-"""A block of Claude Code's system text that begins with it differs in each call, and means nothing to a model."""
+"""Begins a block of Claude Code's system text that differs in each call, and means nothing to a model."""
 
 _SIGNATURE: Final = "c3Rva2Vy"
-"""Clients keep a thinking block with its signature, or not at all. Nobody checks this one."""
+"""Clients keep a thinking block with its signature, or not at all. Nothing checks this one."""
 
 _REMINDER: Final = "<system-reminder>"
 _SHOWN: Final = 64
@@ -80,10 +80,7 @@ def _not_served(kind: str, where: str) -> FieldRefused:
 
 
 def _texts(content: Any, where: str) -> list[str]:
-    """
-    Raises:
-        FieldRefused: a block is not text.
-    """
+    """Raises `FieldRefused`: a block is not text."""
     blocks = _blocks(content, where)
     for block in blocks:
         if block["type"] != "text":
@@ -96,11 +93,8 @@ Turn = tuple[str, list[dict[str, Any]]]
 
 
 def _conversation(system: Any, messages: Any) -> list[dict[str, Any]]:
-    """The messages of a `GenerationRequest`.
-
-    Raises:
-        FieldRefused: a block or a role is not served, or the last turn is the assistant's.
-    """
+    """The messages of a `GenerationRequest`. Raises `FieldRefused`: a block or a role is not served, or the last turn
+    is the assistant's."""
     opening = [] if system is None else _texts(system, "system")
     turns: list[Turn] = []
     for number, message in enumerate(_list(messages, "messages")):
@@ -134,9 +128,8 @@ def _add(turns: list[Turn], role: str, blocks: list[dict[str, Any]]) -> None:
 
 
 def _remind(turns: list[Turn], texts: Sequence[str]) -> None:
-    """Put system texts, which most templates refuse between turns, into the user's turn, in the form that Claude Code
-    gives to others of them. They come before the user's last text, which the model answers.
-    """
+    """Put system texts, which most templates refuse between turns, into the user's turn, in the form of Claude Code's
+    own reminders. They come before the user's last text, which the model answers."""
     reminders = [{"type": "text", "text": f"{_REMINDER}\n{text}\n</system-reminder>"} for text in texts]
     _add(turns, "user", [])
     blocks = turns[-1][1]
@@ -169,7 +162,7 @@ def _assistant(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _user(blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The results of tools, each in a message of its own, then the texts in one."""
+    """The tool results, each in a message of its own, then the texts in one."""
     results, texts = [], []
     for block in blocks:
         if block["type"] == "text":
@@ -198,7 +191,7 @@ def _tools(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
         given = {"type": "custom"} | {key: part for key, part in _object(tool, where).items() if part is not None}
         kind = _text(given, "type", where)
         if kind.startswith("tool_search_tool_"):
-            continue  # it finds tools that are not in the prompt; here all are
+            continue  # it finds tools that are not in the prompt, but here all are
         if kind != "custom":
             why = f"is of type {kind[:_SHOWN]!r}, which is not served: only tools with an 'input_schema' are"
             raise FieldRefused(where, why)
@@ -241,7 +234,7 @@ def _thinking(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
 
 
 _EFFORTS: Final = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
-"""Templates that know an effort know three of them."""
+"""Templates that know an effort know three levels."""
 
 
 def _output_config(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
@@ -265,7 +258,7 @@ def _format(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
 
 
 def _context_management(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
-    """Which thinking of earlier turns stays is for the model's template; nothing else is taken out of a context."""
+    """The model's template decides which thinking of earlier turns stays; nothing else is removed from a context."""
     edits = _object(value, "context_management").get("edits") or []
     for edit in _list(edits, "context_management"):
         kind = _text(_object(edit, "context_management"), "type", "context_management")
@@ -274,7 +267,7 @@ def _context_management(fields: dict[str, Any], value: Any, options: BodyOptions
 
 
 def _metadata(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
-    """Clients put a session into the id of the user: as JSON, behind a name, or alone. A hint is never refused."""
+    """Clients put a session into the user's id: as JSON, behind a name, or alone. It is a hint, and never refused."""
     given = _object(value, "metadata").get("user_id")
     if not isinstance(given, str):
         return
@@ -286,7 +279,7 @@ def _metadata(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
 
 
 def _thread(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
-    """Refuses a thread, so that Anthropic's package goes on without one and sends the whole conversation."""
+    """Refuses a thread, so that Anthropic's package continues without one and sends the whole conversation."""
     refused = FieldRefused("thread", "is not served")
     refused.error["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     raise refused
@@ -319,7 +312,7 @@ _OF_THE_PROMPT: Final = (
     *("model", "messages", "tools", "chat_template_kwargs"),
     *("context", "expect_version", "must_exist", "cache_salt"),
 )
-"""The fields that a count depends on, without `tool_choice`."""
+"""The fields on which a count depends, without `tool_choice`."""
 
 
 def _fields_of(body: dict[str, Any], url: str, options: BodyOptions) -> dict[str, Any]:
@@ -509,10 +502,10 @@ _ERROR_TYPES: Final = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""By status; of the others, those below 500 are `invalid_request_error`, and the rest `api_error`."""
+"""By status; other statuses below 500 are `invalid_request_error`, and the rest `api_error`."""
 
 _TOO_LONG: Final = ("ContextLimitExceeded", "RequestTooLarge", "BlockPoolTooSmall")
-"""Errors of a worker. Clients make their conversation shorter when a message begins with "prompt is too long"."""
+"""A worker's errors. Clients shorten their conversation when a message begins with "prompt is too long"."""
 
 
 def _error_body(failure: Failure) -> dict[str, Any]:

@@ -50,11 +50,7 @@ def response_id(job_id: str) -> str:
 
 
 def messages_of(items: Any) -> list[dict[str, Any]]:
-    """Chat messages of a response's input.
-
-    Raises:
-        FieldRefused: an item is not one of text or function calls.
-    """
+    """Chat messages of a response's input. Raises `FieldRefused`: an item is neither text nor of a function call."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     if not isinstance(items, list):
@@ -111,8 +107,8 @@ def _called(item: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _own_message(messages: list[dict[str, Any]], part: str | None) -> dict[str, Any]:
-    """The assistant's message that the next part belongs to; a new one, if the last one has that part or what comes
-    after it."""
+    """The assistant's message to which the next part belongs: the last message, or a new one if that already has this
+    part or a later one."""
     last = messages[-1] if messages else {}
     behind = {"reasoning_content": {"reasoning_content", "content", "tool_calls"}, "content": {"content", "tool_calls"}}
     if last.get("role") != "assistant" or any(last.get(name) is not None for name in behind.get(part or "", ())):
@@ -122,10 +118,7 @@ def _own_message(messages: list[dict[str, Any]], part: str | None) -> dict[str, 
 
 
 def _text_of(content: Any, where: str) -> str:
-    """
-    Raises:
-        FieldRefused: it has something other than text.
-    """
+    """Raises `FieldRefused`: it has something other than text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -292,7 +285,7 @@ RESPONSES: Final = Responses()
 
 
 def _require_tools(fields: dict[str, Any]) -> None:
-    """Keep the allowed tools only, and drop a choice among none."""
+    """Keep only the allowed tools; without tools, drop a `tool_choice` that needs none."""
     allowed = fields.pop("allowed_tools", None)
     if isinstance(allowed, list):
         named = [tool.get("name") for tool in allowed if isinstance(tool, dict)]
@@ -338,7 +331,7 @@ def frame(of: str, created_s: int, kept: Mapping[str, Any], status: str) -> dict
 
     Args:
         of: its id.
-        kept: of the call; empty where only the result is known.
+        kept: the call's; empty where only the result is known.
         status: OpenAI's word.
     """
     unknown = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
@@ -417,7 +410,7 @@ def _usage(result: GenerationResult) -> dict[str, Any]:
 class ResponseEvents:
     """Implements `EventWriter`. One item of the output is open at a time.
 
-    Thinking may come between two texts, which are items of their own then: the answer without `stream` has one.
+    If thinking comes between two texts, each text is an item of its own; the answer without `stream` has only one.
     """
 
     keep_alive = KEEP_ALIVE
@@ -490,7 +483,6 @@ class ResponseEvents:
         yield self._event("content_part.added", **self._place, part=part)
 
     def _close(self, logprobs: Logprobs | None = None, *, is_cut: bool = False) -> Iterator[bytes]:
-        """End the item that is open."""
         if not self._open:
             return
         if self._open == "reasoning":
