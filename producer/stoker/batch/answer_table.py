@@ -1,7 +1,7 @@
 """The table of a batch's answers, a Parquet file: a row for each line, in their order, with the input's own columns.
 
-It appears whole, when every line is answered. The answers are in an `OutputFile` before and afterwards, from which it
-can be made again. One thread; in memory are a few hundred answers, and 8 bytes for each line.
+It appears complete, once every line is answered. Before and afterwards, the answers are in an `OutputFile`, from which
+the table can be made again. One thread; it holds about 32 MiB of rows, and 8 bytes for each line.
 """
 
 import json
@@ -32,18 +32,11 @@ _ANSWER: Final = (
 
 
 class AnswerTable:
-    """
-    Attributes:
-        path: of the table.
-        answers: path of the `OutputFile`.
-    """
+    """The table at `path`; `answers` is the path of its `OutputFile`."""
 
     def __init__(self, path: Path, batch: str) -> None:
-        """
-        Raises:
-            OutputRefused: the file is there and is not the table of this batch, or the answers to it are gone.
-            OSError: it cannot be read.
-        """
+        """Raises `OutputRefused`: the file exists and is not the table of this batch, or its answers are gone. Raises
+        `OSError`: it cannot be read."""
         self.answers = path.with_name(f"{path.name}.jsonl")
         self.path = path
         self._batch = batch
@@ -53,14 +46,12 @@ class AnswerTable:
             raise OutputRefused(f"{path} is complete, but {self.answers} is gone; remove {path} to run all rows again")
 
     def write(self, n_lines: int, rows: Rows | None) -> None:
-        """
+        """Write the table. Raises `InputChanged`; `OSError`: a file cannot be read or written, and the table is as it
+        was.
+
         Args:
             n_lines: all of them are answered, or blank.
-            rows: the input, if it is at hand: the table has the columns of a Parquet file.
-
-        Raises:
-            InputChanged: the input was changed.
-            OSError: a file cannot be read or written; the table is as it was.
+            rows: the input, if available: the table gets the columns of a Parquet file.
         """
         rows = rows if isinstance(rows, ParquetRows) else None
         own = rows.schema if rows is not None else pa.schema([])
@@ -84,7 +75,7 @@ class AnswerTable:
 
 
 def _schema_with(own: pa.Schema) -> pa.Schema:
-    """The input's columns, then the answers'. An own column that has the name of one of those gets another."""
+    """The input's columns, then the answers'. An input column with the name of one of those is renamed."""
     names = {field.name for field in _ANSWER}
 
     def renamed(field: pa.Field) -> pa.Field:
@@ -98,7 +89,7 @@ def _schema_with(own: pa.Schema) -> pa.Schema:
 
 
 class _Answers:
-    """The answers in an `OutputFile`, by the numbers of their lines."""
+    """The answers in an `OutputFile`, by line number."""
 
     def __init__(self, file: BinaryIO, n_lines: int) -> None:
         self._file = file
@@ -147,7 +138,7 @@ def _batch(own: Sequence[pa.Array], answers: Sequence[Mapping[str, Any]], schema
 
 
 def _text_of(body: Mapping[str, Any]) -> str | None:
-    """The text of the first choice, or of a response; ``None`` if there is none, as beside calls of tools."""
+    """The text of the first choice, or of a response; ``None`` if there is none, as with tool calls alone."""
     if "output" in body:
         parts = [part["text"] for item in body["output"] if item["type"] == "message" for part in item["content"]]
         return _plain("".join(parts))
@@ -158,12 +149,12 @@ def _text_of(body: Mapping[str, Any]) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """Without halves of surrogate pairs, which JSON can have and a table cannot."""
+    """The text without halves of surrogate pairs, which JSON can have and a table cannot."""
     return text.encode(errors="replace").decode()
 
 
 def _usage_of(usage: Mapping[str, Any] | None) -> dict[str, int] | None:
-    """Responses have other names for it."""
+    """The token counts, also under the names that Responses use."""
     if usage is None:
         return None
     read, made = ("prompt", "completion") if "prompt_tokens" in usage else ("input", "output")

@@ -1,7 +1,7 @@
 """The commands of `stoker batch`. Owns only their texts, options and exit codes.
 
-`run` and `fetch` exit with 0 every line succeeded, 3 all are answered and some failed, 4 (`fetch`) some are not
-answered yet, 1 the command could not go on (run it again later), 2 the command is wrong, 130 interrupted.
+Exit codes of `run` and `fetch`: 0 every line succeeded, 3 all are answered and some failed, 4 (`fetch`) some are not
+answered yet, 1 the command could not continue (run it again later), 2 the command is wrong, 130 interrupted.
 docs/batches.md explains each line and field.
 """
 
@@ -204,10 +204,7 @@ def _do(work: BatchWork, *, follow: bool) -> None:
 
 
 def _or_stop(work: Callable[[], Any]) -> None:
-    """
-    Raises:
-        StokerError: a file can no longer be read or written; the same command continues later.
-    """
+    """Raises `StokerError`: a file can no longer be read or written; the same command continues later."""
     try:
         work()
     except (InputChanged, OSError) as error:

@@ -1,7 +1,7 @@
 """Moves answers from Redis into the output file: reads, writes and syncs them, and only then removes them. One thread.
 
-It goes over the lines in Redis page by page and keeps only its place between two pages: Redis and the file are the
-whole state, so that it can stop anywhere and begin again.
+It goes through the lines in Redis page by page and keeps only its position: Redis and the file are the whole state, so
+it can stop anywhere and begin again.
 """
 
 import time
@@ -31,11 +31,8 @@ _CLOCK_JUMP_MS: Final = 60_000
 
 @dataclass(frozen=True)
 class End:
-    """
-    Attributes:
-        usage: token counts of a job that succeeded, else ``None``.
-        n_bytes: about how much was read from Redis for it.
-    """
+    """The end of a line. `usage` is ``None`` unless its job succeeded; `n_bytes` is about how much was read from Redis
+    for it."""
 
     answer: Mapping[str, Any]
     usage: Usage | None = None
@@ -49,7 +46,7 @@ def ends_of(
 
     Args:
         before_ms: omit jobs that ended at this time of the server or later. The lines of one agent end in their order;
-            with the same time for all lines, a later one is never found without the earlier ones.
+            with one time for all lines, no line is found before its earlier ones.
         look_at_all: also find jobs that ended without an entry in their stream (canceled, deleted, expired); this costs
             a command for each line.
     """
@@ -94,8 +91,8 @@ def server_ms() -> Operation[int]:
 
 
 def _is_since(before_ms: int, entries: Entries) -> bool:
-    """Returns true for an end at `before_ms` or later. An end far in the future is older: the server's clock was set
-    back after it."""
+    """True if the job ended at `before_ms` or later. An end far in the future counts as older, because the server's
+    clock was set back since."""
     return before_ms <= _ended_ms(entries) < before_ms + _CLOCK_JUMP_MS
 
 
@@ -141,10 +138,8 @@ class Tally:
 
 @dataclass
 class Collector:
-    """
-    Attributes:
-        in_order: write answers in the order of their lines; an answer that is early stays in Redis until its turn.
-    """
+    """With `in_order`, answers are written in the order of their lines; an early answer stays in Redis until its
+    turn."""
 
     connection: Redis
     output: OutputFile
@@ -157,11 +152,11 @@ class Collector:
     _is_full: bool = False
 
     def walk(self, record: BatchRecord) -> int:
-        """Go once over all lines that are in Redis; returns how many answers are in the file now and out of Redis.
+        """Go once through all lines in Redis; returns the number of answers that are now in the file and out of Redis.
 
         Raises:
-            RedisUnavailable: at any point; the next call continues. A server that is full raises it at the end, after
-                every page has made what room it can.
+            RedisUnavailable: at any point; the next call continues. If the server is full, only at the end, after every
+                page has made what room it can.
             OSError: the output file cannot be written.
         """
         now = time.monotonic()

@@ -1,5 +1,5 @@
-"""Sends the lines of an input file, in order and once. Owns how many are sent at a time, when none may be sent, and the
-models that a line may ask."""
+"""Sends the lines of an input file, in order and once. Owns the number of lines sent at a time, the condition under
+which none may be sent, and the models that a line may ask."""
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ _LEAST_WINDOW: Final = 100
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """`models`, `min_trust`: as for `Routing.routed`."""
+    """The models and the check of a batch; `models` and `min_trust` as for `Routing.routed`."""
 
     routing: Routing
     models: Models
@@ -42,18 +42,15 @@ class ModelChoice:
         return (yield from self.routing.routed(checked, self.models, self.min_trust))
 
     def window(self, queues: Sequence[str]) -> Operation[int]:
-        """Lines to have in Redis at a time. No more than keep the workers busy: a line begins with the model that was
-        trusted when it was sent."""
+        """Lines to have in Redis at a time: no more than keep the workers busy, because a line begins with the model
+        that was trusted when it was sent."""
         workers = yield from live_workers()
         places = sum(worker.max_batch or 0 for worker in workers if not set(queues).isdisjoint(worker.queues))
         return max(_LEAST_WINDOW, 2 * places)
 
     def queues(self) -> Operation[list[str]]:
-        """The queues in which the lines may be, the cheapest model's first.
-
-        Raises:
-            NobodyServes: no live worker serves one of the models.
-        """
+        """The queues in which the lines may be, the cheapest model's first. Raises `NobodyServes`: no live worker
+        serves one of the models."""
         steps = yield from self.routing.steps(self.models)
         return list(dict.fromkeys(step.queue for step in steps))
 
@@ -69,7 +66,7 @@ _PART_OF_MAXMEMORY: Final = 0.8
 class Feeder:
     """
     Attributes:
-        choice: the models that the lines may ask, if it is not the queue that decides.
+        choice: the models that the lines may ask; ``None`` if the queue decides.
         max_redis_bytes: nothing is sent while the server uses more than this; ``None`` for 1 GiB, or for 80 % of the
             server's own limit if that is less.
     """
@@ -82,17 +79,14 @@ class Feeder:
     choice: ModelChoice | None = None
 
     def feed(self, record: BatchRecord, room: int, done: Container[int] = ()) -> bool:
-        """Send the next lines, at most `room`, and at most one transaction.
+        """Send the next lines, at most `room`, in at most one transaction; returns whether any were sent.
 
         Args:
             done: numbers of lines that are answered already.
 
-        Returns:
-            Whether any lines were sent.
-
         Raises:
-            RedisUnavailable: whether they were sent is unknown; the record in Redis has it.
-            NobodyServes: none were sent, as no live worker serves one of the models.
+            RedisUnavailable: whether they were sent is unknown; the record in Redis shows it.
+            NobodyServes: none were sent, because no live worker serves one of the models.
             InputChanged: the input file was changed.
         """
         jobs: list[tuple[Line, NewJob]] = []
@@ -115,19 +109,12 @@ class Feeder:
         return run(self.connection, send(record, jobs, bad, upto=number, n=n_requests))
 
     def usual_window(self, record: BatchRecord) -> int:
-        """Lines to have in Redis at a time, if nobody sets another number.
-
-        Raises:
-            RedisUnavailable: no server answers.
-        """
+        """Lines to have in Redis at a time, unless the user sets a number. Raises `RedisUnavailable`."""
         return _WINDOW if self.choice is None else run(self.connection, self.choice.window(record.queues))
 
     def is_held_back(self) -> str | None:
-        """The reason why nothing may be sent now, as a message; ``None`` if lines may be sent.
-
-        Raises:
-            RedisUnavailable: no server answers.
-        """
+        """The reason why nothing may be sent now, as a message; ``None`` if lines may be sent. Raises
+        `RedisUnavailable`."""
         used, limit = run(self.connection, _used_bytes())
         allowed = self.max_redis_bytes
         if allowed is None:
@@ -149,6 +136,6 @@ class Feeder:
 
 
 def _used_bytes() -> Operation[tuple[int, int]]:
-    """The memory that the server uses, and its own limit (0 for none)."""
+    """The memory that the server uses, and its own limit (0 for none), in bytes."""
     memory = yield from ask("INFO", "memory")
     return int(memory["used_memory"]), int(memory.get("maxmemory", 0))

@@ -1,5 +1,5 @@
-"""The input of a batch, its lines and their requests, and the ids that follow from it. No Redis, and no form of a file:
-`Rows` reads one.
+"""The input of a batch, its lines and their requests, and the ids that follow from it. No Redis, and no file format:
+`Rows` reads the file.
 
 A bad line never stops a batch: its answer is an error with the line's number. Ids follow from the input, so that a
 second start finds them: a job's id is ``BATCH-LINE-DIGEST``, with a digest of the `custom_id`.
@@ -29,7 +29,7 @@ _ANSWER_PREFIX: Final = "batch_req_"
 
 
 def is_batch_name(name: str) -> bool:
-    """True if it has only English letters, digits, ``-`` and ``_``: RQ does not allow others in a job's id."""
+    """True if it has only English letters, digits, ``-`` and ``_``, the characters that RQ allows in a job's id."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -44,10 +44,7 @@ def batch_for(name: str | None, fingerprint: str) -> str:
 
 
 def job_id_for(batch: str, number: int, custom_id: str | None) -> str:
-    """
-    Args:
-        custom_id: ``None`` for a line that never becomes a job.
-    """
+    """`custom_id` is ``None`` for a line that never becomes a job."""
     digest = hashlib.sha256((custom_id or "").encode()).hexdigest()
     return f"{batch}-{number}-{digest[:12]}"
 
@@ -58,7 +55,7 @@ def answer_id_for(job_id: str) -> str:
 
 
 def line_of_answer(answer_id: object) -> tuple[str, int] | None:
-    """The batch and the number of the line that an output line answers; ``None`` if its `id` has another form."""
+    """The batch and the line number that an output line answers; ``None`` if its `id` has another form."""
     found = _ANSWER.fullmatch(answer_id) if isinstance(answer_id, str) else None
     return (found[1], int(found[2])) if found else None
 
@@ -98,10 +95,7 @@ class Line:
 
 
 def read_line(number: int, raw: bytes, options: BodyOptions) -> Line:
-    """
-    Raises:
-        BadLine: it cannot be run.
-    """
+    """Raises `BadLine`: the line cannot be run."""
     fields, custom_id = _object_of(number, raw)
     if custom_id is None:
         raise BadLine(number, None, "missing_required_parameter", _NEEDS_CUSTOM_ID, "custom_id")
@@ -171,7 +165,7 @@ def _is_text(value: str) -> bool:
 
 
 class LineSet:
-    """A set of numbers from 1."""
+    """A set of numbers from 1, in a bit each."""
 
     def __init__(self) -> None:
         self._bits = bytearray()
@@ -200,22 +194,15 @@ class InputChanged(Exception):
 
 
 BLANK: Final = ""
-"""In place of a blank row's `custom_id`."""
+"""Takes the place of a blank row's `custom_id`."""
 
 
 class SourceFile:
-    """A file that rows are read from, more than once.
-
-    Attributes:
-        file: open for reading bytes; closed by the owner of the rows.
-    """
+    """A file whose rows are read more than once. `file` is open for reading bytes; the owner of the rows closes it."""
 
     def __init__(self, path: Path) -> None:
-        """
-        Raises:
-            OSError: it cannot be read.
-            ValueError: it is not a regular file, so it could not be read a second time.
-        """
+        """Raises `OSError`: it cannot be read. Raises `ValueError`: it is not a regular file, and could not be read
+        twice."""
         self.file = path.open("rb")
         self._path = path
         if not stat.S_ISREG(os.fstat(self.file.fileno()).st_mode):
@@ -224,7 +211,7 @@ class SourceFile:
         self._stamp = self._stat()
 
     def require_unchanged(self) -> None:
-        """Raises `InputChanged` if the file has been written since it was opened."""
+        """Raises `InputChanged`: the file has been written since it was opened."""
         if self._stat() != self._stamp:
             raise InputChanged(f"{self._path} was changed while it was read")
 
@@ -238,49 +225,32 @@ class Rows(Protocol):
 
     def read_through(self) -> Iterator[str | None]:
         """Read the whole file, once and before `row`. Yields each row's `custom_id`: ``None`` if it cannot be read,
-        `BLANK` if the row is blank.
-
-        Raises:
-            OSError, ValueError: the file cannot be read.
-        """
+        `BLANK` if the row is blank. Raises `OSError`, `ValueError`: the file cannot be read."""
         ...
 
     @property
     def digest(self) -> str:
-        """Of all that can change the requests, in hex. Known once the file is read through."""
+        """A digest, in hex, of all that can change the requests. Known once the file is read through."""
         ...
 
     def row(self, number: int) -> bytes:
-        """The line, as JSON.
-
-        Raises:
-            BadLine: it cannot be read.
-            InputChanged: the file was changed.
-        """
+        """The line, as JSON. Raises `BadLine`: it cannot be read; `InputChanged`."""
         ...
 
     def close(self) -> None: ...
 
 
 class InputFile:
-    """Lines are numbered from 1, as in editors; blank lines have a number but no request.
+    """A batch's lines, numbered from 1, as in editors; blank lines have a number but no request.
 
     Attributes:
-        rows: where the lines come from.
-        digest: of the rows.
-        n_lines: how many lines there are.
-        n_requests: how many of them are not blank.
+        rows: the source of the lines, closed with this.
+        digest: the digest of the rows.
+        n_lines, n_requests: the number of lines, with and without blank ones.
     """
 
     def __init__(self, rows: Rows, *, max_lines: int | None = None) -> None:
-        """
-        Args:
-            rows: closed with this.
-
-        Raises:
-            OSError: it cannot be read.
-            ValueError: it has another form, or over `max_lines`.
-        """
+        """Raises `OSError`: it cannot be read. Raises `ValueError`: it has another form, or over `max_lines` lines."""
         self.rows = rows
         self._blank, self._repeated = LineSet(), LineSet()
         try:
@@ -301,11 +271,7 @@ class InputFile:
         return number in self._blank
 
     def line(self, number: int, options: BodyOptions) -> Line:
-        """
-        Raises:
-            BadLine: it cannot be run.
-            InputChanged: the file was changed.
-        """
+        """Raises `BadLine`: the line cannot be run; `InputChanged`."""
         raw = self.rows.row(number)
         if number in self._repeated:
             name = custom_id_of(number, raw)
@@ -324,7 +290,7 @@ class InputFile:
             return None
 
     def _read_through(self, max_lines: int | None) -> int:
-        """Note which lines are blank and which repeat a `custom_id`; returns how many there are."""
+        """Note which lines are blank and which repeat a `custom_id`; returns the number of lines."""
         seen, number = set[int](), 0
         for number, custom_id in enumerate(self.rows.read_through(), start=1):
             if max_lines is not None and number > max_lines:

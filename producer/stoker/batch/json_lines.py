@@ -1,7 +1,7 @@
 """Rows of a file of OpenAI Batch lines. Implements `Rows`.
 
-The file is read once as a whole to index it, then line by line in any order; the index has 8 bytes for each line, the
-place where it begins.
+The file is read once from beginning to end to index it, then line by line in any order; the index has 8 bytes for each
+line, the position where it begins.
 """
 
 import hashlib
@@ -14,14 +14,7 @@ from stoker.batch.input_file import BLANK, MAX_LINE_BYTES, BadLine, SourceFile, 
 
 class JsonLines:
     def __init__(self, path: Path, *, max_line_bytes: int = MAX_LINE_BYTES) -> None:
-        """
-        Args:
-            max_line_bytes: longer lines are bad ones.
-
-        Raises:
-            OSError: it cannot be read.
-            ValueError: it is not a regular file, so it could not be read a second time.
-        """
+        """Raises as `SourceFile`. Lines longer than `max_line_bytes` are bad ones."""
         self._source = SourceFile(path)
         self._file = self._source.file
         self._max_line_bytes = max_line_bytes

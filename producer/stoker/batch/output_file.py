@@ -1,10 +1,10 @@
-"""The output file, which is the record of the lines that are answered. Each answer is in it once, complete and durable.
+"""The output file, which records the lines that are answered. Each answer is in it once, complete and durable.
 
 Answers are appended in groups, each followed by one `fsync`; only then may they leave Redis. A crash can leave an
 incomplete last line, which the next start cuts off. The file is locked while a process writes to it. A file with any
 other content is not changed.
 
-The lines are in OpenAI's form. As there, `error` describes a line that has no HTTP response: it could not be run, was
+The lines have OpenAI's form. As there, `error` describes a line without an HTTP response: it could not be run, was
 canceled, or has expired. A job that its worker failed has a `response`, with the status that an API would return and an
 error object as its body.
 """
@@ -29,23 +29,13 @@ from stoker_shared.result import Attempt, GenerationResult
 
 
 def success_line(line_id: str, custom_id: str, url: str, created_s: int, result: GenerationResult) -> dict[str, Any]:
-    """The line of a job that finished.
-
-    Args:
-        line_id: the line's `id`, as `answer_id_for`.
-        created_s: when the answer was made, in Unix seconds.
-    """
+    """The line of a job that finished. `line_id` is from `answer_id_for`; `created_s` is the answer's Unix time."""
     response = {"status_code": 200, "request_id": result.job_id, "body": ENDPOINTS[url].answer([result], created_s, {})}
     return {"id": line_id, "custom_id": custom_id, "response": response, "error": None}
 
 
 def failure_line(line_id: str, custom_id: str, job_id: str, reason: str, partial_text: str | None) -> dict[str, Any]:
-    """The line of a job that its worker failed.
-
-    Args:
-        reason: the worker's one line, ``ErrorName: message``.
-        partial_text: the text that a job generated before it timed out, else ``None``.
-    """
+    """The line of a job that its worker failed; `reason` and `partial_text` as for `of_worker`."""
     failed = of_worker(reason, partial_text)
     response = {"status_code": failed.status, "request_id": job_id, "body": failed.body}
     return {"id": line_id, "custom_id": custom_id, "response": response, "error": None}
@@ -70,7 +60,7 @@ def is_success(answer: Mapping[str, Any]) -> bool:
 
 
 def is_cut_off(answer: Mapping[str, Any]) -> bool:
-    """True if a limit of tokens ended an answer; of one that succeeded."""
+    """True if a token limit ended this answer, which must be a success."""
     body = answer["response"]["body"]
     ends = [choice["finish_reason"] for choice in body.get("choices", ())]
     return "length" in ends or body.get("status") == "incomplete"
@@ -83,10 +73,7 @@ _HINTS: Final[Mapping[str, str]] = {
 
 
 class Causes:
-    """
-    Attributes:
-        counts: failed lines by kind, which is the code of the answer's error, or the name of the worker's error.
-    """
+    """Counts of failed lines by kind: the code of the answer's error, or the name of the worker's error."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -104,7 +91,7 @@ class Causes:
         self.counts[kind] += 1
 
     def take_news(self) -> list[str]:
-        """A message for each kind that has first occurred since the last call."""
+        """A message for each kind that first occurred since the last call."""
         news, self._news = self._news, []
         return news
 
@@ -123,17 +110,14 @@ class OutputFile:
     """
     Attributes:
         written: numbers of the lines whose answers are in it.
-        n_cut_off: how many of them are answers that a limit of tokens ended.
+        n_cut_off: the number of these answers that a token limit ended.
         causes: causes of the failures among them.
-        attempts: what the models did, where the lines were checked.
+        attempts: the models' attempts at lines with a check.
     """
 
     def __init__(self, path: Path, batch: str) -> None:
-        """
-        Raises:
-            OutputRefused: another process writes to it, or it has content other than answers of this batch.
-            OSError: it cannot be read or written.
-        """
+        """Raises `OutputRefused`: another process writes to it, or it has content other than answers of this batch.
+        Raises `OSError`: it cannot be read or written."""
         self._path = path
         self._batch = batch
         is_new = not path.exists()
@@ -162,7 +146,7 @@ class OutputFile:
 
     @property
     def n_failed(self) -> int:
-        """How many answers are not successes."""
+        """The number of answers that are not successes."""
         return len(self._failed)
 
     def has_succeeded(self, number: int) -> bool:
@@ -176,11 +160,8 @@ class OutputFile:
         return f"{os.uname().nodename} {found.st_dev}:{found.st_ino} {path}"
 
     def append(self, answers: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
-        """Write those answers that are not in the file yet; when it returns, they are durable.
-
-        Raises:
-            OSError: the disk is full or failed. The next start cuts off an incomplete line.
-        """
+        """Write those answers that are not in the file yet; when it returns, they are durable. Raises `OSError`: the
+        disk is full or failed; the next start cuts off an incomplete line."""
         new = [(number, answer) for number, answer in answers if number not in self.written]
         data = memoryview(b"".join(line_bytes(answer) for _, answer in new))
         if not new:
@@ -208,11 +189,8 @@ class OutputFile:
             raise OutputRefused(f"another process writes to {self._path}") from None
 
     def _read(self) -> None:
-        """Note the answers in the file, repair its end, and sync it: an earlier process may have died before its sync.
-
-        Raises:
-            OutputRefused: it has other content; nothing was written.
-        """
+        """Note the answers in the file, repair its end, and sync it, because an earlier process may have died before
+        its sync. Raises `OutputRefused`: it has other content; nothing was written."""
         end = 0
         with open(self._file.fileno(), "rb", closefd=False) as lines:
             lines.seek(0)
@@ -247,7 +225,7 @@ class OutputFile:
             )
 
     def _is_whole(self, last: bytes) -> bool:
-        """Returns true if only the line end is missing. Some editors omit it, and the answer has left Redis already."""
+        """True if only the line end is missing. Some editors omit it, and the answer has left Redis already."""
         try:
             json.loads(last)
         except (ValueError, RecursionError):
@@ -282,8 +260,7 @@ class Attempts:
     """
     Attributes:
         models: by name; empty for a batch without checks.
-        n_lines: lines that were checked.
-        n_accepted: those whose answer passed.
+        n_lines, n_accepted: the lines with a check, and those whose answer passed.
     """
 
     models: dict[str, ModelPart] = field(default_factory=dict)

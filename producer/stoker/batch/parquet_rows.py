@@ -28,20 +28,17 @@ _ID: Final = "custom_id"
 
 
 class ParquetRows:
-    """
-    Attributes:
-        schema: of the file's columns, without what else its writer noted.
-    """
+    """`schema` has the file's columns, without the other notes of its writer."""
 
     def __init__(self, path: Path, prompts: Prompts | None = None, column: str | None = None) -> None:
         """
         Args:
-            prompts: how the rows' prompts are asked; ``None`` if they are lines of a batch.
-            column: of the prompts; by default `messages`, else `prompt`.
+            prompts: how to ask the rows' prompts; ``None`` if the rows are lines of a batch.
+            column: the column of the prompts; by default `messages`, else `prompt`.
 
         Raises:
             OSError: it cannot be read.
-            ValueError: it is no regular file of Parquet, or has not the columns.
+            ValueError: it is not a regular Parquet file, or lacks a column.
         """
         self._path = path
         self._prompts = prompts
@@ -96,12 +93,8 @@ class ParquetRows:
     def batches(
         self, columns: Sequence[str] | None = None, groups: Sequence[int] | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Rows in their order, a few hundred at a time, of all columns and row groups or of these.
-
-        Raises:
-            InputChanged: the file was changed.
-            OSError: it is damaged.
-        """
+        """Rows in their order, a few hundred at a time, of all columns and row groups or of these. Raises
+        `InputChanged`; `OSError`: the file is damaged."""
         try:
             for batch in self._parquet.iter_batches(_AT_ONCE, row_groups=groups, columns=columns, use_threads=False):
                 self._source.require_unchanged()
@@ -130,8 +123,8 @@ class ParquetRows:
         return wanted
 
     def _go_to(self, number: int) -> None:
-        """Read on until this row is among those in memory; from the beginning of its row group, if that is shorter or
-        the row is behind them."""
+        """Read on until this row is in memory. Begin at its row group if that is shorter, or if the row is behind those
+        in memory."""
         group = bisect_right(self._group_firsts, number) - 1
         if number < self._first or self._group_firsts[group] > self._first + len(self._rows):
             self._first, self._rows = self._group_firsts[group], []
@@ -143,7 +136,7 @@ class ParquetRows:
 
     def _opened(self) -> pq.ParquetFile:
         try:
-            # With a buffer, a column's part of a row group is read piece by piece, not whole.
+            # With a buffer, a column's part of a row group is read piece by piece, not as a whole.
             return pq.ParquetFile(self._file, pre_buffer=False, buffer_size=_BUFFER_BYTES)
         except pa.ArrowException as error:
             raise ValueError(f"{self._path} is no Parquet file: {error}") from None
@@ -154,7 +147,7 @@ def _id_of(value: object) -> str | None:
 
 
 def _without_nulls(value: Any) -> Any:
-    """A column of objects has every key in every row; `None` is in place of those that a row has not."""
+    """A column of objects has every key in every row, with `None` where a row lacks it."""
     if isinstance(value, dict):
         return {name: _without_nulls(part) for name, part in value.items() if part is not None}
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value

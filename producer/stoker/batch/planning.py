@@ -69,11 +69,8 @@ def plan_options(command: FC) -> FC:
 
 
 def input_file(source: Path, options: Mapping[str, Any]) -> InputFile:
-    """The file of lines, or of prompts.
-
-    Raises:
-        click.UsageError: it cannot be read, or an option of prompts is not valid.
-    """
+    """The file of lines, or of prompts. Raises `click.UsageError`: it cannot be read, or an option of prompts is not
+    valid."""
     prompts = _prompts_of(options)
     if not is_parquet(source) and options["column"] is not None:
         raise click.UsageError(f"--column is for files whose names end in {PARQUET}")
@@ -93,17 +90,13 @@ PARQUET: Final = ".parquet"
 
 
 def is_parquet(path: Path) -> bool:
-    """Whether a file is, or shall be, a table: its name decides."""
+    """Whether a file is, or shall be, a table, by its name."""
     return path.suffix == PARQUET
 
 
 @contextmanager
 def parquet_packages() -> Iterator[None]:
-    """Imports what Parquet needs.
-
-    Raises:
-        click.UsageError: it is not installed.
-    """
+    """Turns the error of a missing package into `click.UsageError`, which names the package to install."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -112,11 +105,8 @@ def parquet_packages() -> Iterator[None]:
 
 
 def _prompts_of(options: Mapping[str, Any]) -> Prompts | None:
-    """``None`` if the file has lines of a batch.
-
-    Raises:
-        click.UsageError: they do not go together, or the template has no place for the prompt.
-    """
+    """``None`` if the file has lines of a batch. Raises `click.UsageError`: the options contradict each other, or the
+    template has no place for the prompt."""
     given = {
         name: options[name] for name in ("column", "template", "temperature", "model") if options[name] is not None
     }
@@ -131,14 +121,8 @@ def _prompts_of(options: Mapping[str, Any]) -> Prompts | None:
 
 
 def plan(connection: Redis, source: Path, lines: InputFile, options: Mapping[str, Any]) -> tuple[BatchRecord, Feeder]:
-    """The record of this file's batch, and the feeder that sends its lines.
-
-    Args:
-        options: the values of `plan_options`, by name.
-
-    Raises:
-        click.UsageError: one of them is not valid.
-    """
+    """The record of this file's batch, and the feeder that sends its lines. `options` are the values of `plan_options`,
+    by name. Raises `click.UsageError`: one of them is not valid."""
     name, keep_s = options["name"], _seconds(options["keep"])
     if name is not None and not is_batch_name(name):
         raise click.UsageError(f"--name: at most {MAX_NAME_CHARACTERS} English letters, digits, - and _")
@@ -154,7 +138,7 @@ def plan(connection: Redis, source: Path, lines: InputFile, options: Mapping[str
     fingerprint = fingerprint_of(lines.digest, kind)
     batch = batch_for(name, fingerprint)
     if choice is not None:
-        known = run(connection, read_record(batch))  # it continues, whoever serves the models just now
+        known = run(connection, read_record(batch))  # it continues, whoever serves the models now
         queue = known.queue if known is not None else ",".join(run(connection, choice.queues()))
     shown, created_s = source.name.encode(errors="replace").decode(), int(time.time())
     record = BatchRecord(batch, queue, shown, lines.n_requests, lines.n_lines, keep_s, created_s)
@@ -163,10 +147,7 @@ def plan(connection: Redis, source: Path, lines: InputFile, options: Mapping[str
 
 
 def _choice(queue: str, options: Mapping[str, Any]) -> ModelChoice | None:
-    """
-    Raises:
-        click.UsageError: only some of the options are given, or the check is none.
-    """
+    """Raises `click.UsageError`: only some of the options are given, or the check is not valid."""
     models, file, min_trust = options["models"], options["check"], options["min_trust"]
     if models is None and file is None and min_trust is None:
         return None
@@ -177,11 +158,8 @@ def _choice(queue: str, options: Mapping[str, Any]) -> ModelChoice | None:
 
 
 def aliases_of(given: tuple[str, ...]) -> dict[str, str]:
-    """The values of `--model-alias`, from theirs to ours.
-
-    Raises:
-        click.UsageError: one of them is not of the form THEIRS=OURS.
-    """
+    """The values of `--model-alias`, from theirs to ours. Raises `click.UsageError`: one is not of the form
+    THEIRS=OURS."""
     pairs = [alias.partition("=") for alias in given]
     if not all(theirs and ours for theirs, _, ours in pairs):
         raise click.UsageError("--model-alias: expected THEIRS=OURS")

@@ -20,11 +20,7 @@ _BAR_CHARACTERS: Final = 20
 
 
 class Progress:
-    """
-    Args:
-        total: requests in the batch.
-        quiet: show nothing.
-    """
+    """`total` is the number of requests in the batch; `quiet` shows nothing."""
 
     def __init__(self, total: int, tally: Tally, *, quiet: bool = False) -> None:
         self._total = total
@@ -48,11 +44,7 @@ class Progress:
             click.echo(printable(line, lines=True), err=True)
 
     def show(self, n_succeeded: int, n_failed: int, note: str | None = None) -> None:
-        """Show the counts, at most a few times a second.
-
-        Args:
-            note: the reason for a pause, if there is one.
-        """
+        """Show the counts, at most a few times a second. `note` is the reason for a pause, if there is one."""
         now = time.monotonic()
         if self._quiet or now < self._shown_at + (_DRAW_EVERY_S if self._line.draws else _LINE_EVERY_S):
             return
@@ -65,7 +57,7 @@ class Progress:
         self._paused_at = (n_succeeded, n_failed, note)
 
     def _draw(self, part: float, text: str) -> None:
-        """On a narrow terminal the bar is omitted, then the end of the text."""
+        """On a narrow terminal, first the bar is omitted, then the end of the text."""
         n_done = int(part * _BAR_CHARACTERS)
         bar = f"[{'#' * n_done}{'-' * (_BAR_CHARACTERS - n_done)}] {100 * part:3.0f} %  "
         self._line.draw((bar if len(bar) + len(text) <= self._line.room else "") + text)

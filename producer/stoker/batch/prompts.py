@@ -13,15 +13,15 @@ MAX_TOKENS: Final = 1024
 """For prompts without another limit. Greedy decoding of a small model may never end by itself."""
 
 PLACE: Final = "{}"
-"""Where a template has the prompt."""
+"""The place of the prompt in a template."""
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """How prompts are asked.
+    """How to ask prompts.
 
     Attributes:
-        template: the message of a prompt that is a text; `PLACE` in it becomes the prompt.
+        template: the message for a prompt that is a text; `PLACE` in it becomes the prompt.
         model: ``None`` for the loaded one.
     """
 
@@ -30,14 +30,8 @@ class Prompts:
     model: str | None = None
 
     def line(self, custom_id: str | None, prompt: object) -> bytes:
-        """The line of a batch that asks this prompt.
-
-        Args:
-            prompt: a text, or the messages of a conversation, as they are.
-
-        Raises:
-            TypeError, ValueError: it is neither, or has what JSON cannot have.
-        """
+        """The line of a batch that asks this prompt, a text or the messages of a conversation. Raises `TypeError`,
+        `ValueError`: it is neither, or cannot be JSON."""
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": self.template.replace(PLACE, prompt)}]
         elif not isinstance(prompt, list):
@@ -47,13 +41,9 @@ class Prompts:
 
 
 class PromptLines:
-    """A line's number is its `custom_id`."""
+    """A line's number is its `custom_id`. The lines need not be JSON."""
 
     def __init__(self, lines: JsonLines, prompts: Prompts) -> None:
-        """
-        Args:
-            lines: the file's lines; none of them need be JSON.
-        """
         self._lines = lines
         self._prompts = prompts
 

@@ -1,13 +1,13 @@
 """A batch in Redis: its record, the hold on it, and its lines. Operations only; no files.
 
-``stoker:batch:BATCH`` (hash) is the record. Its `next_line` is the first line that was not sent yet; the transaction
-that enqueues lines moves it on, so that no line is sent twice, even by several processes and with lost
-replies. ``stoker:batch::all`` (sorted set) names the batches. All keys of a batch expire: a job waits for at most
-`keep_s`, its result is kept for `keep_s`, and the record outlives both.
+``stoker:batch:BATCH`` (hash) is the record. Its `next_line` is the first line that was not sent yet. The transaction
+that enqueues lines moves it on, so no line is sent twice, even by several processes and with lost replies.
+``stoker:batch::all`` (sorted set) names the batches. All keys of a batch expire: a job waits for at most `keep_s`, its
+result is kept for `keep_s`, and the record outlives both.
 
-``stoker:batch:BATCH:holder`` names the output file: only one process at a time takes answers out, else two files would
-get half of them each. It expires. A process that is started again after a crash writes to the same file, whose lock it
-has, so it need not wait.
+``stoker:batch:BATCH:holder`` names the output file: only one process at a time takes answers out, because two files
+would get half of them each. It expires. A process that starts again after a crash writes to the same file, whose lock
+it has, so it need not wait.
 
 ``stoker:batch:BATCH:lines`` (sorted set, by line number) has every line that was sent and not taken out again. Such a
 line is either a job or a bad line, whose answer is ready (``stoker:batch:BATCH:bad``, hash).
@@ -40,14 +40,14 @@ _OUTLIVES_S: Final = 86_400
 
 
 class BatchGone(StokerError):
-    """There is no such batch in Redis (any more); the message ends with advice."""
+    """The batch is not in Redis (any more); the message ends with advice."""
 
     def __init__(self, batch: str, advice: str = "`stoker batch ls` lists the batches") -> None:
         super().__init__(f"no batch {batch} in Redis; {advice}")
 
 
 class BatchUnreadable(StokerError):
-    """Something else than a batch's record is where it should be: any producer may write there."""
+    """The key of a batch's record has other content; any client may write there."""
 
     def __init__(self, batch: str) -> None:
         super().__init__(f"the record of batch {batch} in Redis cannot be read")
@@ -57,16 +57,16 @@ class BatchUnreadable(StokerError):
 class BatchRecord:
     """
     Attributes:
-        queue: of its jobs; of a batch with models, those of all of them, with commas between, the cheapest first.
-        source: name of the input file, only shown.
+        queue: the queue of its jobs; with models, the queues of all of them, the cheapest first, separated by commas.
+        source: name of the input file, only for display.
         n_requests, n_lines: lines of the input file, without and with blank lines.
         keep_s: how long a job may wait, and how long its result is kept, in seconds.
         created_s: when the batch was made, in Unix seconds.
         next_line: the first line that was not sent.
-        n_sent: how many requests are before it.
-        n_taken, n_failed: how many answers were taken out, and how many of these are not successes.
+        n_sent: the number of requests before it.
+        n_taken, n_failed: the number of answers taken out, and of those among them that are not successes.
         output: identity of the file to which they were written.
-        canceled: no more lines are sent, and workers start no more of those that were.
+        canceled: no more lines are sent, and workers start none of those that were.
     """
 
     batch: str
@@ -118,11 +118,7 @@ def bad_key(batch: str) -> str:
 
 
 def read_record(batch: str) -> Operation[BatchRecord | None]:
-    """``None`` when there is no such batch in Redis.
-
-    Raises:
-        BatchUnreadable: what is there is no record.
-    """
+    """``None`` if the batch is not in Redis. Raises `BatchUnreadable`."""
     fields = yield from ask("HGETALL", record_key(batch))
     try:
         return BatchRecord.from_hash(batch, fields) if fields else None
@@ -131,12 +127,8 @@ def read_record(batch: str) -> Operation[BatchRecord | None]:
 
 
 def find_record(name: str) -> Operation[BatchRecord]:
-    """The batch of this id, or the only one whose id begins with `name`.
-
-    Raises:
-        BatchGone: there is none.
-        ValueError: there are several.
-    """
+    """The batch with this id, or the only one whose id begins with `name`. Raises `BatchGone`: there is none;
+    `ValueError`: there are several."""
     record = yield from read_record(name)
     if record is None:
         fitting = [batch for batch in (yield from all_batches()) if batch.startswith(name)]
@@ -177,8 +169,8 @@ def mark_canceled(record: BatchRecord) -> Operation[None]:
 
 
 def forget(batch: str) -> Operation[None]:
-    """Remove the batch from Redis, but not its jobs. Not a transaction, which Redis 7.0 refuses while it is full; an
-    entry that is left in the index is removed by `all_batches`."""
+    """Remove the batch from Redis, but not its jobs. Not a transaction, because Redis 7.0 refuses one while it is full;
+    `all_batches` removes an entry left in the index."""
     keys = (record_key(batch), lines_key(batch), bad_key(batch))
     yield Commands([("DEL", *keys), ("ZREM", INDEX_KEY, batch)])
 
@@ -209,12 +201,8 @@ class BatchHeld(StokerError):
 
 
 def hold(batch: str, identity: str) -> Operation[None]:
-    """Take or keep the batch for `HOLD_S` seconds. A server that is full cannot write a new hold; the answers then
-    leave it without one.
-
-    Raises:
-        BatchHeld: another process holds it.
-    """
+    """Take or keep the batch for `HOLD_S` seconds. A full server cannot write a new hold; the batch is then taken
+    without one. Raises `BatchHeld`: another process holds it."""
     key = _holder_key(batch)
 
     def write(replies: list[Any]) -> list[Command] | None:
@@ -229,8 +217,8 @@ def hold(batch: str, identity: str) -> Operation[None]:
     try:
         yield from undisturbed(Watched([key], [("GET", key)], write))
     except OutOfMemoryError:
-        # Redis 7.0 refuses to renew in a transaction, too. Without one it renews, and on a full server the hold cannot
-        # have become another process's meanwhile.
+        # Redis 7.0 refuses the renewal in a transaction, but not outside one; and on a full server, no other process
+        # can have taken the hold meanwhile.
         yield from ask("EXPIRE", key, HOLD_S)
 
 
@@ -257,11 +245,7 @@ _REGISTRIES: Final = (FinishedJobRegistry, FailedJobRegistry, CanceledJobRegistr
 
 @dataclass(frozen=True)
 class SentLine:
-    """A line that is in Redis.
-
-    Attributes:
-        custom_id: ``None`` for a bad line.
-    """
+    """A line that is in Redis; `custom_id` is ``None`` for a bad line."""
 
     number: int
     member: str
@@ -277,21 +261,19 @@ def n_in_redis(batch: str) -> Operation[int]:
 
 
 def n_bad(batch: str) -> Operation[int]:
-    """Lines that cannot be run and whose answers are in Redis."""
+    """The number of lines that cannot be run and whose answers are in Redis."""
     return int((yield from ask("HLEN", bad_key(batch))))
 
 
 def send(
     record: BatchRecord, jobs: Sequence[tuple[Line, NewJob]], bad: Mapping[int, Mapping[str, Any]], *, upto: int, n: int
 ) -> Operation[bool]:
-    """Enqueue the lines from `next_line` to before `upto`, all or none.
+    """Enqueue the lines from `next_line` to before `upto`, all or none. Returns ``False`` if another process has sent
+    them meanwhile, or has canceled the batch.
 
     Args:
         bad: the answers to lines that cannot be run, by line number.
-        n: how many requests are among these lines.
-
-    Returns:
-        ``False`` if another process has sent them meanwhile, or has canceled the batch.
+        n: the number of requests among these lines.
     """
     batch, key = record.batch, record_key(record.batch)
 
@@ -336,8 +318,8 @@ def bad_answers(batch: str, numbers: Sequence[int]) -> Operation[dict[int, dict[
 def take_out(record: BatchRecord, lines: Mapping[SentLine, bool], output: str) -> Operation[bool]:
     """Remove answered lines from Redis, with their jobs and results, and count them: all or nothing, each line once.
 
-    A server that is full refuses to count, and Redis 7.0 then refuses every transaction. So what takes up the room is
-    removed first, without a transaction. The lines stay until they are counted: an answer is never lost from the count.
+    A full server refuses to count, and Redis 7.0 then refuses every transaction. So the large keys are removed first,
+    without a transaction. The lines stay until they are counted, so no answer is missing from the count.
 
     Args:
         lines: the lines, and whether each succeeded. Their answers are in the output file already.
@@ -403,12 +385,9 @@ _PAGE: Final = 500
 
 
 def cancel_batch(record: BatchRecord, *, remove: bool) -> Operation[int]:
-    """Cancel the batch; returns how many jobs were canceled here. One write does it, because workers start no line of a
-    batch that is canceled. The rest stops the lines that run, and takes those that wait out of the queue at once.
-
-    Args:
-        remove: also remove the answers and the batch from Redis.
-    """
+    """Cancel the batch; returns the number of jobs canceled here. One write is enough, because workers start no line of
+    a canceled batch. The rest stops the running lines, and takes the waiting ones out of the queue at once. `remove`:
+    also remove the answers and the batch from Redis."""
     yield from mark_canceled(record)
     after, n_canceled = 0, 0
     while lines := (yield from sent_lines(record.batch, after, _PAGE)):
@@ -446,7 +425,7 @@ class BatchStatus:
     Attributes:
         not_sent: only in the input file so far.
         waiting, running: in Redis, not ended.
-        done, failed: ended, whether they were taken out or not.
+        done, failed: ended, taken out or not.
         to_fetch: ended and still in Redis.
     """
 

@@ -1,6 +1,6 @@
 """The loop of `batch run` and `batch fetch`: send, collect and show until all is answered. Endures outages of Redis.
 
-The whole state is in Redis and in the output file, so a round that was interrupted is simply repeated.
+The whole state is in Redis and in the output file, so an interrupted round is simply repeated.
 """
 
 import time
@@ -69,14 +69,8 @@ class BatchWork:
         return self.collector.output
 
     def begin(self) -> None:
-        """Make or find the batch, and hold it, so that no other process takes its answers.
-
-        Raises:
-            OutputRefused: answers that have left Redis are not in this file.
-            BatchGone: there is no such batch.
-            BatchHeld: another process holds it.
-            RedisUnavailable: no server answers.
-        """
+        """Make or find the batch, and hold it, so that no other process takes its answers. Raises `BatchGone`,
+        `BatchHeld`, `RedisUnavailable`; `OutputRefused`: answers that have left Redis are not in this file."""
         self._hold()
         try:
             record = self._record()
@@ -91,11 +85,8 @@ class BatchWork:
             raise
 
     def go(self, *, follow: bool = True) -> None:
-        """Work until every line is answered; without `follow`, until all answers that are ready are taken out.
-
-        Raises:
-            BatchGone, BatchHeld, InputChanged, RedisUnavailable, OSError: the same command continues later.
-        """
+        """Work until every line is answered; without `follow`, until all ready answers are taken out. Raises
+        `BatchGone`, `BatchHeld`, `InputChanged`, `RedisUnavailable`, `OSError`: the same command continues later."""
         away_since: float | None = None
         pause_s = _IDLE_S[0]
         while True:
@@ -118,18 +109,15 @@ class BatchWork:
                 time.sleep(pause_s)
 
     def round(self) -> int | None:
-        """One round; returns how many lines it moved, ``None`` when all lines are answered.
-
-        Raises:
-            BatchGone, BatchHeld, InputChanged, RedisUnavailable, OSError: the next round continues.
-        """
+        """One round; returns how many lines it moved, ``None`` when all lines are answered. Raises as `go`: the next
+        round continues."""
         record = self._record()
         self._hold()
         n_there = run(self.connection, n_in_redis(self.batch))
         if record.all_sent and not n_there:
             self._answer_unsent(record)
             return None
-        # Collecting comes first, because it makes room: a server that is full accepts no lines.
+        # Collecting comes first, because it makes room: a full server accepts no lines.
         found = self.collector.walk(record)
         for line in self._output.causes.take_news():
             self.progress.report(line)
@@ -167,18 +155,18 @@ class BatchWork:
         now = time.monotonic()
         if now > self._looked_back_at + 1:
             self._looked_back_at, self._held_back = now, self.feeder.is_held_back()
-        if self._held_back:  # other clients may have filled Redis: without lines in there, send a few nevertheless
+        if self._held_back:  # other clients may have filled Redis: with no lines in it, send one all the same
             room = 0 if n_there else 1
         try:
             is_fed = room > 0 and self.feeder.feed(record, room, self._output.written)
-        except NobodyServes as nobody:  # a worker that is started again serves it soon
+        except NobodyServes as nobody:  # a restarted worker will serve it soon
             self._unserved = str(nobody)
             return False
         self._unserved = None
         return is_fed
 
     def _answer_unsent(self, record: BatchRecord) -> None:
-        """Answer the lines of a canceled batch that were never sent, if the input is at hand."""
+        """Answer the lines of a canceled batch that were never sent, if the input is available."""
         if self.feeder is None or not record.canceled:
             return
         lines = self.feeder.input
