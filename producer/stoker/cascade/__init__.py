@@ -1,2 +1,2 @@
-"""Cheaper models first: the route of a job, and how far each model is trusted. Whether an answer passes is for the
-worker to tell (`stoker_shared.check`), and so is sending the job on."""
+"""Cheaper models first: the route of a job, and how far each model is trusted. The worker decides whether an answer
+passes (`stoker_shared.check`), and sends the job on."""

@@ -1,4 +1,4 @@
-"""From the models that a job names to its route: what live workers serve, and the cheapest model that is trusted.
+"""From the models that a job names to its route: which live workers serve them, and the cheapest model that is trusted.
 
 A producer reads the workers' records and the counts of verdicts twice a second at most. Any thread.
 """
@@ -22,41 +22,37 @@ Models = Sequence[str] | Literal["auto"]
 """Names of models, the cheapest first; ``auto``: all that are served, by their measured costs."""
 
 USUAL_TRUST: Final = 0.8
-"""The share of accepted answers that is asked for where the costs do not tell."""
+"""The share of accepted answers that is required where costs are unknown or do not decide."""
 
 _LOOK_S: Final = 0.5
 _FEW_VERDICTS: Final = 40.0
-"""Weight of some fifty verdicts. A model with less in a class is new there."""
+"""Weight of about fifty verdicts. A model with less in a class is new there."""
 _TRIES_WHILE_NEW: Final = 0.25
 _TRIES: Final = 0.01
-"""Shares of the jobs that begin with a model which is not trusted: models change, so it may come back."""
+"""Shares of the jobs that begin with a model that is not trusted: models change, so it may regain trust."""
 _PROMPT_TOKENS: Final = 1000.0
 _TOKENS: Final = 250.0
 """The job by which costs are compared."""
 
 
 class NobodyServes(StokerError):
-    """No live worker serves one of the models; the message names the workers and what they serve."""
+    """No live worker serves one of the models; the message names the workers and their models."""
 
     retryable = True  # a worker may be started
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A model in a queue. `workers`: the names of those that serve it there."""
+    """A model in a queue, and the names of the workers that serve it there."""
 
     step: RouteStep
     workers: tuple[str, ...]
 
 
 class Routing:
-    """The routes of one producer's jobs."""
+    """The routes of one producer's jobs. `queue` is preferred for a model that several queues serve."""
 
     def __init__(self, queue: str) -> None:
-        """
-        Args:
-            queue: preferred where a model is served in several.
-        """
         self._queue = queue
         self._looked_at = float("-inf")
         self._offers: list[Offer] = []
@@ -84,11 +80,7 @@ class Routing:
         return build_request({**request.as_payload(), "task": task, "route": [step.model_dump() for step in asked]})
 
     def steps(self, models: Models) -> Operation[list[RouteStep]]:
-        """A step for each model, the cheapest first.
-
-        Raises:
-            NobodyServes, InvalidRequest: as `routed`.
-        """
+        """A step for each model, the cheapest first. Raises as `routed`."""
         if (isinstance(models, str) and models != "auto") or not models:
             raise InvalidRequest("models: a list of names, or 'auto'")
         yield from self._look()
@@ -99,7 +91,7 @@ class Routing:
         return cheapest_first(self._step(model) for model in sorted({offer.step.model for offer in self._offers}))
 
     def _step(self, model: str) -> RouteStep:
-        """In the usual queue if the model is served there, else in the queue with the most workers."""
+        """The model's step in the usual queue if that serves it, else in the queue with the most workers."""
         found = [offer for offer in self._offers if offer.step.model == model]
         if not found:
             raise NobodyServes(f"no live worker serves model {model!r}; {_who_serves_what(self._offers)}")
@@ -123,7 +115,7 @@ def first_to_ask(
         steps: the cheapest model first.
         counts: the verdicts on each of them in the job's class.
         min_trust: a model is trusted if at least this share of its answers is accepted, by the lower bound. ``None``:
-            the share from which it is cheaper to begin with it, since a rejected answer costs the next model's too;
+            the share from which it is cheaper to begin with it, because a rejected answer also costs the next model's;
             `USUAL_TRUST` without a check.
     """
     for place, (step, verdicts) in enumerate(zip(steps[:-1], counts, strict=False)):
@@ -137,7 +129,7 @@ def first_to_ask(
 
 
 def cheapest_first(steps: Iterable[RouteStep]) -> list[RouteStep]:
-    """By their measured costs; those without come last, by name."""
+    """Sorted by measured costs; steps without come last, by name."""
 
     def key(step: RouteStep) -> tuple[bool, float, str]:
         cost_s = _usual_cost_s(step)
@@ -147,10 +139,10 @@ def cheapest_first(steps: Iterable[RouteStep]) -> list[RouteStep]:
 
 
 def offers_of(workers: Sequence[LiveWorker]) -> list[Offer]:
-    """One for each queue, sorted by model; of the workers that have loaded their model and do not drain.
+    """The model of each queue, sorted by model, for workers that have loaded theirs and do not drain.
 
-    A queue serves one model. If there are records of two, the worker that was started first has been killed, and its
-    record has not expired yet.
+    A queue serves one model. If there are records of two, the worker that started first was killed, and its record has
+    not expired yet.
     """
     ready = [worker for worker in workers if worker.model is not None and not worker.leaving]
     models: dict[str, str] = {}
@@ -163,7 +155,7 @@ def offers_of(workers: Sequence[LiveWorker]) -> list[Offer]:
 
 
 def _offer(model: str, queue: str, workers: Sequence[LiveWorker]) -> Offer:
-    """With the mean costs of the workers that know them."""
+    """The offer with the mean costs of the workers that know theirs."""
     figures = [worker.now for worker in workers if worker.now is not None]
     prompt = [now.prompt_token_s for now in figures if now.prompt_token_s is not None]
     generated = [now.token_s for now in figures if now.token_s is not None]
@@ -189,8 +181,8 @@ def _usual_cost_s(step: RouteStep) -> float | None:
 
 
 def _break_even(step: RouteStep, dearer: RouteStep) -> float:
-    """Costs are measured under the load of each worker, and a model that is rarely asked has no full batch, in which
-    tokens are cheap. So it would stay dear: `USUAL_TRUST` is enough, whatever was measured."""
+    """The least trust with which beginning at `step` is cheaper; `USUAL_TRUST` at most. Costs depend on each worker's
+    load: a rarely used model has no full batch, in which tokens are cheap, and would otherwise stay expensive."""
     cost_s, dearer_s = _usual_cost_s(step), _usual_cost_s(dearer)
     if cost_s is None or not dearer_s:
         return USUAL_TRUST

@@ -43,22 +43,16 @@ def read_trust() -> Operation[list[Trusted]]:
 
 
 def forget_trust(of: Callable[[Trusted], bool]) -> Operation[int]:
-    """Remove the counts for which `of` is true; returns how many there were."""
+    """Remove the counts for which `of` is true; returns their number."""
     known = yield from read_trust()
     fields = [field_of(trusted.model, trusted.task) for trusted in known if of(trusted)]
     return int((yield from ask("HDEL", TRUST_KEY, *fields))) if fields else 0
 
 
 def give_feedback(result: GenerationResult, *, accepted: bool) -> Operation[bool]:
-    """Count a later verdict on a result, once for a job. It takes the place of the verdict of the job's check.
-
-    Returns:
-        whether it is the verdict that counts: ``False`` if another one was given before.
-
-    Raises:
-        InvalidRequest: the job had no check, no route and no `task`, so its class is not known.
-        JobNotFound: Redis does not have the job any more.
-    """
+    """Count a later verdict on a result, once for a job. It replaces the verdict of the job's check. Returns ``False``
+    if the opposite verdict was given before. Raises `InvalidRequest`: the job had no check, no route and no `task`, so
+    its class is not known; `JobNotFound`: Redis no longer has the job."""
     if result.task is None:
         raise InvalidRequest("feedback: the job had none of 'task', 'check' and 'models', so its class is not known")
     key, field, word = Job.key_for(result.job_id), field_of(result.model, result.task), b" 1" if accepted else b" 0"

@@ -35,20 +35,16 @@ _TEMPLATES: Final = Path(__file__).parent / "templates"
 
 
 def find_own_templates(app: Flask) -> None:
-    """Let our templates take the place of rq-dashboard's of the same name, which they find under ``original/``.
+    """Let our templates replace rq-dashboard's of the same name, which remain available under ``original/``.
 
-    rq-dashboard has no place in its navigation for another page, as of 0.9.0.
+    rq-dashboard, as of 0.9.0, has no place in its navigation for another page.
     """
     original = PrefixLoader({"original": web.blueprint.jinja_loader})
     app.jinja_loader = ChoiceLoader([FileSystemLoader(_TEMPLATES), original])
 
 
 def page(template: str, tab: str, **values: Any) -> Response:
-    """A page with these values.
-
-    Args:
-        tab: the tab that the navigation marks.
-    """
+    """A page with these values; the navigation marks `tab`."""
     shared = {
         "current_instance": 0,
         "instance_list": current_app.config["RQ_DASHBOARD_REDIS_URL"],
@@ -69,7 +65,7 @@ _LEFT_BEHIND: Final = "no heartbeat: the job goes back to its queue when a worke
 def show_progress_of_jobs(app: Flask, connection: Redis) -> None:
     """Show a job's agent, its place in the queue or its worker, stage, tokens and rate.
 
-    rq-dashboard shows of a running job that it is ``started``, and its raw ``meta``, as of 0.9.0.
+    rq-dashboard, as of 0.9.0, shows only that a running job is ``started``, and its raw ``meta``.
     """
     app.view_functions["rq_dashboard.job_view"] = lambda instance_number, job_id: page(
         "stoker_job.html", "jobs", id=job_id, facts=run(connection, facts_of(job_id))
@@ -77,11 +73,7 @@ def show_progress_of_jobs(app: Flask, connection: Redis) -> None:
 
 
 def facts_of(job_id: str) -> Operation[list[tuple[str, str]]]:
-    """Labels and texts.
-
-    Raises:
-        JobNotFound: no such job (any more).
-    """
+    """Labels and texts of a job. Raises `JobNotFound`: the job does not exist (any more)."""
     status = yield from status_of(job_id)
     data = yield from ask("HGET", Job.key_for(job_id), "data")
     living = {worker.name for worker in (yield from live_workers())}
@@ -122,13 +114,13 @@ _COUNTED_IN: Final = {
     "failed": "failed",
     "finished": "finished",
 }
-"""RQ's registries as rq-dashboard names them, in the order in which they are searched, and our counts of their jobs."""
+"""RQ's registries by rq-dashboard's names, in the order of the search, and our counts of their jobs."""
 
 
 def open_a_queue_with_jobs(app: Flask, connection: Redis) -> None:
-    """Open the queue with the most jobs that wait, or else run.
+    """Open the queue with the most waiting jobs, or else the most running ones.
 
-    rq-dashboard opens the queue ``default`` and says "No jobs", however many there are elsewhere, as of 0.9.0.
+    rq-dashboard, as of 0.9.0, opens the queue ``default`` with "No jobs", however many other queues have.
     """
     original = app.view_functions[_VIEW]
 
@@ -141,7 +133,7 @@ def open_a_queue_with_jobs(app: Flask, connection: Redis) -> None:
 
 
 def place_with_jobs(queues: Sequence[QueueStatus]) -> tuple[str, str]:
-    """A queue and one of its registries, not empty if any is not."""
+    """A queue and one of its registries, with jobs if any has some."""
     for registry, count in _COUNTED_IN.items():
         fullest = max(queues, key=lambda queue: int(getattr(queue, count)), default=None)
         if fullest is not None and getattr(fullest, count):
@@ -150,10 +142,10 @@ def place_with_jobs(queues: Sequence[QueueStatus]) -> tuple[str, str]:
 
 
 def show_stoker_in_place_of_workers(app: Flask, connection: Redis) -> None:
-    """Show everything at one moment. rq-dashboard knows neither rates nor the time left, as of 0.9.0.
+    """Show everything at one moment. rq-dashboard, as of 0.9.0, has neither rates nor the time left.
 
-    Its page of workers, since 0.5.3, shows one job of each as a call with its arguments: the prompt. A dead worker is
-    as it was at its last heartbeat, until its registration runs out, and then not there at all.
+    Its page of workers, since 0.5.3, shows each worker's job as a call with its arguments, which include the prompt. It
+    shows a dead worker as it was at its last heartbeat, until its registration expires, and then no more.
     """
 
     def view(instance_number: int) -> Response:
@@ -168,7 +160,7 @@ def show_stoker_in_place_of_workers(app: Flask, connection: Redis) -> None:
         at = time.strftime("%H:%M:%S")
         return page("stoker.html", "workers", trouble=trouble_text(now), tables=tables, dead=dead, at=at)
 
-    # By this name it is a page of rq-dashboard's blueprint, with all that surrounds them.
+    # By this name it is a page of rq-dashboard's blueprint, with everything that surrounds such pages.
     app.add_url_rule("/<int:instance_number>/view/stoker", "rq_dashboard.stoker", view)
     app.view_functions["rq_dashboard.workers_overview"] = view
     app.view_functions["rq_dashboard.list_workers"] = lambda instance_number: abort(404)

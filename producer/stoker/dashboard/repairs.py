@@ -1,8 +1,5 @@
-"""Repairs of RQ and rq-dashboard: what other sites and texts of jobs can do, and jobs that cannot be read.
-
-A page of another site must neither read nor change anything, no text of a job may become part of a page, and one job
-that cannot be read must not take down the page that lists it.
-"""
+"""Repairs of RQ and rq-dashboard, in three respects: a page of another site must neither read nor change anything, no
+text of a job may become part of a page, and a job that cannot be read must not break the page that lists it."""
 
 import json
 import secrets
@@ -43,7 +40,7 @@ def refuse_other_names(app: Flask, names: Collection[str]) -> None:
     """
 
     def guard() -> Response | None:
-        if host_name(request.host) in names:  # Flask's TRUSTED_HOSTS does not know IPv6
+        if host_name(request.host) in names:  # Flask's TRUSTED_HOSTS does not support IPv6
             return None
         text = f"this dashboard does not answer to the Host {request.host!r}; --name allows it\n"
         return Response(text, 400, content_type="text/plain; charset=utf-8")
@@ -72,9 +69,9 @@ def refuse_other_sites(app: Flask) -> None:
 
 
 def escape_names_in_scripts(app: Flask) -> None:
-    """Escape what templates print into scripts: Flask escapes only in templates named ``*.html``.
+    """Escape the values that templates print into scripts: Flask escapes only in templates named ``*.html``.
 
-    rq-dashboard's script of the jobs page, as of 0.9.0, prints the queue's name between quotes as it is. The name
+    rq-dashboard's script of the jobs page, as of 0.9.0, prints the queue's name between quotes, unescaped. The name
     comes from the address, so a link on another site could run code in the page.
     """
     app.jinja_env.autoescape = True
@@ -97,7 +94,7 @@ _ESCAPE_ALL: Final = r"""<script>_.templateSettings = {
 def escape_job_texts(app: Flask) -> None:
     """Escape everything that the templates print.
 
-    rq-dashboard's templates print descriptions, results and metadata of jobs as HTML (``<%= %>``), in all releases.
+    rq-dashboard's templates, in all releases, print descriptions, results and metadata of jobs as HTML (``<%= %>``).
     """
 
     def escape(response: Response) -> Response:
@@ -109,9 +106,9 @@ def escape_job_texts(app: Flask) -> None:
 
 
 def confine_scripts(app: Flask) -> None:
-    """Let the browser run no scripts but the page's own, and load nothing from elsewhere.
+    """Let the browser run only the page's own scripts, and load nothing from elsewhere.
 
-    rq-dashboard sets no content security policy, as of 0.9.0.
+    rq-dashboard, as of 0.9.0, sets no content security policy.
     """
 
     def confine(response: Response) -> Response:
@@ -137,7 +134,7 @@ _FITS: Final[Mapping[bytes, Callable[[bytes], bool]]] = {
     b"exc_info": lambda value: len(unpacked(value, MAX_REASON_BYTES)) <= MAX_REASON_BYTES,
     b"meta": is_within_bounds,
 }
-"""RQ unpacks and reads these, to gigabytes if need be."""
+"""RQ unpacks and reads these fields without a limit."""
 
 
 def read_jobs_of_any_client() -> None:
@@ -148,7 +145,7 @@ def read_jobs_of_any_client() -> None:
 def encode_unreadable_meta(app: Flask) -> None:
     """Show a remark in place of `meta` that is not JSON.
 
-    RQ leaves such `meta` as bytes; rq-dashboard, since 0.7.1, hands them to an encoder that refuses bytes.
+    RQ leaves such `meta` as bytes; rq-dashboard, since 0.7.1, passes them to an encoder that refuses bytes.
     """
     app.config["RQ_DASHBOARD_JSON_ENCODER"] = _RemarkEncoder
 
@@ -156,10 +153,10 @@ def encode_unreadable_meta(app: Flask) -> None:
 class _ReadableJob(Job):
     @classmethod
     def fetch(cls, id: str, connection: Redis | None = None, serializer: Any = None) -> Job:
-        """Read a job of any id.
+        """Read a job with any id.
 
-        RQ 3 raises `ValueError` for ids that earlier releases and other clients used; rq-dashboard 0.9.0 lets that end
-        the page that lists the job.
+        RQ 3 raises `ValueError` for ids that earlier releases and other clients used; in rq-dashboard 0.9.0, that
+        breaks the page that lists the job.
         """
         job = cls(connection=connection, serializer=serializer)
         job._id = id
@@ -167,10 +164,10 @@ class _ReadableJob(Job):
         return job
 
     def restore(self, raw_data: Any) -> None:
-        """Read what can be read, with a remark in place of the description if a field cannot.
+        """Read all readable fields, with a remark in place of the description if a field cannot be read.
 
-        RQ, as of 3.0.0, refuses texts that are not UTF-8, and times in any form but its own; rq-dashboard 0.9.0 lets
-        that end the page that lists the job.
+        RQ, as of 3.0.0, refuses texts that are not UTF-8, and times in any form but its own; in rq-dashboard 0.9.0,
+        that breaks the page that lists the job.
         """
         too_long = {name for name, fits in _FITS.items() if not fits(raw_data.get(name, b""))}
         try:
@@ -182,14 +179,12 @@ class _ReadableJob(Job):
             self.description = f"<a job that RQ cannot read: {error}>"
 
     def get_status(self, refresh: bool = True) -> JobStatus:
-        """As it was just read. RQ raises if it is asked again and the state is none that it knows."""
+        """The status that was just read. If asked to read it again, RQ raises for a status that it does not know."""
         return self._status or JobStatus.CREATED
 
     def get_meta(self, refresh: bool = True) -> dict[str, Any]:
-        """The `meta` that was just read.
-
-        rq-dashboard, since 0.7.1, has it read again, and RQ raises then if it is not JSON.
-        """
+        """The `meta` that was just read. rq-dashboard, since 0.7.1, has it read again, and RQ raises then if it is not
+        JSON."""
         return self.meta
 
     @property
@@ -198,9 +193,9 @@ class _ReadableJob(Job):
         return [_DecodableText(key) for key in super().dependency_ids]
 
     def latest_result(self, timeout: int = 0) -> Result | None:
-        """The newest result, with a remark in place of a value that is not JSON; ``None`` if all of it is garbage.
+        """The newest result, with a remark in place of a value that is not JSON; ``None`` if all of it is unreadable.
 
-        rq-dashboard, since 0.8.1, lets one result that cannot be read end the page.
+        In rq-dashboard, since 0.8.1, one unreadable result breaks the page.
         """
         try:
             return _ReadableResult.fetch_latest(self, serializer=_RemarkSerializer, timeout=timeout)
@@ -211,7 +206,7 @@ class _ReadableJob(Job):
 class _ReadableResult(Result):
     @classmethod
     def restore(cls, job_id: str, result_id: str, payload: dict[Any, Any], *args: Any, **others: Any) -> Result:
-        """With as much of a failure's text as can be shown."""
+        """The result, with as much of a failure's text as can be shown."""
         if reason := payload.get(b"exc_string"):
             text = unpacked(b64decode(reason), MAX_REASON_BYTES)
             payload = {**payload, b"exc_string": b64encode(zlib.compress(text))}
@@ -223,10 +218,10 @@ class _ReadableQueue(Queue):
 
     @classmethod
     def all(cls, connection: Redis, *args: Any, **others: Any) -> list[Queue]:
-        """The queues whose keys are names.
+        """The queues whose keys are queue names.
 
-        RQ, as of 3.0.0, raises for a key in its set that is not UTF-8 or not that of a queue, and no page that lists
-        queues opens any more.
+        RQ, as of 3.0.0, raises for a key in its set that is not UTF-8 or not that of a queue; that breaks every page
+        that lists queues.
         """
         queues = []
         for key in connection.smembers(cls.redis_queues_keys):
@@ -261,7 +256,8 @@ def _remark(data: bytes) -> str:
 
 
 def never_unpickle() -> None:
-    """Make JSON the serializer wherever RQ would choose pickle; anybody who can write to Redis could run code here.
+    """Make JSON the serializer wherever RQ would choose pickle, with which anyone who can write to Redis could run code
+    here.
 
     Since 0.3.5, rq-dashboard lists workers with RQ's default serializer. Its option ``--json``, there since 0.6.7.2,
     does not reach that page, nor those that show, delete and requeue a job.
@@ -272,10 +268,10 @@ def never_unpickle() -> None:
 
 
 def find_names_with_slashes(app: Flask) -> None:
-    """Let a queue's name or a job's id have slashes. Before the routes are added.
+    """Let a queue's name or a job's id have slashes. To be called before the routes are added.
 
     rq-dashboard, in all releases, has no page for the queue ``team/nightly``. The first name of a route gets all
-    slashes: those after it are a registry, a number or an order.
+    slashes: the values behind it are a registry, a number or an order.
     """
     app.url_map.converters["default"] = _AnyName
     app.url_map.merge_slashes = False
@@ -287,10 +283,10 @@ class _AnyName(BaseConverter):
 
 
 def share_connection(app: Flask, connection: Redis) -> None:
-    """Use one pool, with time-outs, for all requests, and give the pages no URL with a password in it.
+    """Use one pool, with timeouts, for all requests, and give the pages no URL with a password in it.
 
-    Since 0.3.4, rq-dashboard opens a client without time-outs for each request. Since 0.6.1, it shows the URL, masking
-    a password before ``@`` but not one in ``?password=``.
+    Since 0.3.4, rq-dashboard opens a client without timeouts for each request. Since 0.6.1, it shows the URL, masking a
+    password before ``@`` but not one in ``?password=``.
     """
     web.from_url = lambda *_, **__: (None, connection)
     app.config["RQ_DASHBOARD_REDIS_URL"] = [f"redis://{address(connection)}"]
@@ -299,7 +295,7 @@ def share_connection(app: Flask, connection: Redis) -> None:
 def answer_errors_in_one_line(app: Flask, connection: Redis) -> None:
     """Answer 503 while Redis is away, and 404 for a job that is gone.
 
-    rq-dashboard answers both with 500 and a traceback in its log, as of 0.9.0.
+    rq-dashboard, as of 0.9.0, answers both with 500 and a traceback in its log.
     """
     app.register_error_handler(RedisError, lambda error: _plain(described(connection, error), 503))
     app.register_error_handler(QueueError, lambda error: _plain(str(error), 503))

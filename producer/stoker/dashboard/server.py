@@ -45,7 +45,7 @@ class WebServer(LimitedThreads, ThreadedWSGIServer):
 
 class _Handler(LimitedHead, WSGIRequestHandler):
     def log_error(self, *_: Any) -> None:
-        """Anybody can cause a line by a request that is none; errors of a page are logged elsewhere."""
+        """Log nothing: anyone can cause a line with a malformed request; errors of a page are logged elsewhere."""
 
 
 def serve_dashboard(
@@ -62,7 +62,7 @@ def serve_dashboard(
 
     Raises:
         ValueError: not a Redis URL, or `bind` is not loopback and `allow_remote` was not given.
-        RedisUnavailable: no server answers, or it refused us.
+        RedisUnavailable: no server answers, or it refused the client.
     """
     if not is_loopback(bind):
         if not allow_remote:
@@ -74,7 +74,7 @@ def serve_dashboard(
     connection = open_connection(redis_url)
     with redis_errors(connection):
         connection.ping()
-    logging.getLogger("werkzeug").setLevel(logging.WARNING)  # else a line for each open page every 2.5 s
+    logging.getLogger("werkzeug").setLevel(logging.WARNING)  # else each open page logs a line every 2.5 s
     app = build_app(connection, names={name.lower() for name in (*LOOPBACK_NAMES, bind, *names)})
     server = WebServer(bind, port, app)
     report(f"queues of {address(connection)} at http://{_in_url(bind)}:{server.port}/")
@@ -97,11 +97,8 @@ def _in_url(bind: str) -> str:
 
 
 def build_app(connection: Redis, *, names: Collection[str]) -> Flask:
-    """The application on this connection.
-
-    Args:
-        names: hosts that a browser may use in its requests, in lower case, IPv6 without brackets.
-    """
+    """The application on this connection. `names` are the hosts that a browser may use in its requests, in lower case,
+    IPv6 addresses without brackets."""
     app = Flask(web.__name__)
     app.debug = False  # FLASK_DEBUG would offer a console
     never_unpickle()
@@ -119,6 +116,6 @@ def build_app(connection: Redis, *, names: Collection[str]) -> Flask:
     refuse_other_names(app, names)
     refuse_other_sites(app)
     confine_scripts(app)
-    escape_job_texts(app)  # before `confine_scripts`: Flask calls the last one first
+    escape_job_texts(app)  # its hook runs before that of `confine_scripts`, because Flask calls the last one first
     answer_errors_in_one_line(app, connection)
     return app
