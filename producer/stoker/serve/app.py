@@ -1,6 +1,7 @@
-"""The application: the endpoint of each path, and what lives as long as the process. Owns start and stop.
+"""The application: the endpoint of each path, and the objects that live as long as the process. Owns start and stop.
 
-It answers / (what this is), /v1/models (the models of the live workers) and /healthz (whether Redis answers) itself.
+It answers / (its name and endpoints), /v1/models (the live workers' models) and /healthz (whether Redis answers)
+itself.
 """
 
 import asyncio
@@ -38,11 +39,7 @@ _RESPONSES_PATH = RESPONSES.url
 
 
 def build_app(redis_url: str, settings: ServeSettings) -> Starlette:
-    """
-    Raises:
-        ValueError: not a Redis URL.
-        OSError: the batch store cannot be made.
-    """
+    """Raises `ValueError`: not a Redis URL; `OSError`: the batch store cannot be made."""
     routes = [Route(url, generate, methods=["POST"]) for url in ENDPOINTS]
     routes += [
         Route("/v1/models", _list_models, methods=["GET"]),
@@ -113,7 +110,7 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
 
 
 async def _on_hang_up(request: Request, error: Exception) -> Response:
-    """The client was gone before its body had come."""
+    """The client left before its whole body had arrived."""
     return Response(status_code=CLIENT_IS_GONE)
 
 
@@ -132,10 +129,7 @@ async def _list_models(request: Request) -> Response:
 
 
 async def _model(request: Request) -> Response:
-    """
-    Raises:
-        Failure: no live worker serves it.
-    """
+    """Raises `Failure`: no live worker serves the model."""
     name = request.path_params["name"]
     served = await _served(request.app.state.backend)
     if name not in served:
@@ -144,7 +138,7 @@ async def _model(request: Request) -> Response:
 
 
 async def _root(request: Request) -> Response:
-    """What listens here; clients also ask for it to see whether anything does."""
+    """The server's name and endpoints; clients also request it to see whether a server listens here."""
     others = ("/v1/models", FILES_PATH, _BATCHES_PATH)
     return Json({"name": "stoker serve", "endpoints": [*ENDPOINTS, *others, *HEALTH_PATHS, METRICS_PATH]})
 

@@ -1,7 +1,7 @@
 """The queue behind the server: one connection to Redis, the limit of calls in flight, and the look for workers.
 
-Owns the keys ``stoker:serve:waiting:NAME`` (sorted set: the calls in flight of a token's name, by the time at which
-they end at the latest, so that those of a process that was killed go by themselves).
+Owns the keys ``stoker:serve:waiting:NAME`` (sorted set: the calls in flight of a token's name, by their latest end, so
+that the calls of a killed process expire).
 """
 
 import asyncio
@@ -36,16 +36,13 @@ class Backend:
     """For one event loop.
 
     Attributes:
-        producer: knows the workers.
+        producer: reads the workers.
         live: one place for each text that is read as it is generated; each needs a connection to Redis.
-        calls: the tasks that have a job. A stop that has canceled them lets them end.
+        calls: the tasks that have a job. When they are canceled at a stop, `aclose` lets them end.
     """
 
     def __init__(self, redis_url: str, settings: ServeSettings) -> None:
-        """
-        Raises:
-            ValueError: not a Redis URL.
-        """
+        """Raises `ValueError`: not a Redis URL."""
         self.settings = settings
         self.live = asyncio.Semaphore(_MOST_LIVE)
         self.calls: set[asyncio.Task[Any]] = set()
@@ -57,7 +54,6 @@ class Backend:
         self.producer = AsyncProducer(self._connection, queue=settings.queue)
 
     async def run(self, operation: Operation[T]) -> T:
-        """Carry out an operation on the server."""
         return await self._shared.run(operation)
 
     async def aclose(self) -> None:
@@ -69,11 +65,8 @@ class Backend:
         await self._connection.aclose()
 
     async def call_jobs(self, body: IO[bytes], head: CallHead) -> CallJobs:
-        """As the function of that name; few bodies at a time are in memory.
-
-        Raises:
-            Failure: the call is refused.
-        """
+        """As `intake.call_jobs`, for few bodies at a time, because each is held in memory. Raises `Failure`: the call
+        is refused."""
 
         def read() -> CallJobs:
             body.seek(0)
@@ -82,27 +75,18 @@ class Backend:
         return await asyncio.get_running_loop().run_in_executor(self._readers, read)
 
     async def enqueue(self, jobs: Sequence[NewJob], *, ids_are_new: bool) -> list[AsyncTicket]:
-        """
-        Raises:
-            DuplicateJob: an id names another job.
-            RedisUnavailable: no server answers.
-        """
+        """Raises `DuplicateJob`: an id names another job; `RedisUnavailable`."""
         await self.run(enqueue(jobs[0].queue, list(jobs), at_front=False, ids_are_new=ids_are_new))
         return [AsyncTicket(self._shared, job.job_id, is_new=ids_are_new) for job in jobs]
 
     def ticket(self, job_id: str) -> AsyncTicket:
-        """A job that was enqueued before."""
+        """The ticket of a job that was enqueued before."""
         return AsyncTicket(self._shared, job_id)
 
     async def require_worker(self, model: str | None) -> None:
-        """
-        Args:
-            model: the one that the call asks for, if it names one.
-
-        Raises:
-            Failure: for longer than calls wait, no worker listens to the queue, or none has loaded its model; or they
-                have loaded another one.
-        """
+        """Wait for a ready worker. `model` is the model that the call asks for, if any. Raises `Failure`: in the time
+        that calls wait, no worker listened to the queue or had loaded its model; or the workers have loaded another
+        model."""
         if self.settings.queue_without_worker:
             return
         end = time.monotonic() + self.settings.worker_wait_s
@@ -116,7 +100,7 @@ class Backend:
             raise wrong_model(model, sorted(name for name in loaded if name is not None))
 
     async def workers(self) -> list[LiveWorker]:
-        """Those of the queue, as they were a moment ago."""
+        """The workers of the queue, as they were a moment ago."""
         if time.monotonic() >= self._look_at:
             found = await self.producer.workers()
             self._workers = [worker for worker in found if self.settings.queue in worker.queues]
@@ -125,7 +109,7 @@ class Backend:
         return self._workers
 
     async def _problem(self) -> tuple[str, str] | None:
-        """Why no worker can run a call now, with a code; a worker whose record is not there counts as ready."""
+        """Why no worker can run a call now, with a code; a worker without a record counts as ready."""
         if warning := await self.producer.unattended():
             return "no_worker", warning
         if message := still_loading(self.settings.queue, await self.workers()):
@@ -133,11 +117,8 @@ class Backend:
         return None
 
     async def take_place(self, owner: str) -> str:
-        """A place among the calls in flight of this name; `leave_place` gives it back.
-
-        Raises:
-            Failure: there are `max_waiting` calls already.
-        """
+        """A place among the calls in flight of this name; `leave_place` gives it back. Raises `Failure`: there are
+        `max_waiting` calls already."""
         place = uuid4().hex
         if not await self.run(_take(owner, place, self.settings)):
             message = f"{self.settings.max_waiting} calls of {owner!r} are in flight already"
@@ -157,7 +138,7 @@ def wrong_model(name: str, loaded: Sequence[str]) -> Failure:
 
 
 def _take(owner: str, place: str, settings: ServeSettings) -> Operation[bool]:
-    """Adds the place first and counts then, so that calls at the same time never exceed the limit."""
+    """Adds the place first and then counts, so that simultaneous calls never exceed the limit."""
     key, now, lasts_s = _key(owner), time.time(), settings.timeout_s + _GRACE_S
     _, _, n_taken, _ = yield Commands(
         [

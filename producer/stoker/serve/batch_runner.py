@@ -1,8 +1,8 @@
-"""Runs the batches of the store with the machinery of `stoker batch`, as many at a time as there are. Owns the thread
-``batches``, and its runs.
+"""Runs the batches of the store with the code of `stoker batch`, all at the same time. Owns the thread ``batches``, and
+its runs.
 
-The state is in the store and in Redis, so that a run can end anywhere and be continued. Several processes may share a
-store: each batch is run by the one that locked its answers first, and by another when that one has ended.
+The state is in the store and in Redis, so a run can end anywhere and be continued. Several processes may share a store:
+the one that locks a batch's answers first runs it, and when that process has ended, another one does.
 """
 
 import json
@@ -33,20 +33,16 @@ from stoker_shared.errors import RedisUnavailable
 _MIN_KEEP_S: Final = 86_400
 _OUTPUT: Final = "batch_output"
 MAX_LINES: Final = 1_000_000
-"""The most lines of an input file. Each takes some hundred bytes of memory, if it has a `custom_id`."""
+"""The most lines of an input file. Each takes about a hundred bytes of memory, if it has a `custom_id`."""
 
 
 class BatchRun:
-    """For one thread. `close` lets another process run the batch."""
+    """One batch while this process runs it; `close` lets another process run it. For one thread."""
 
     def __init__(
         self, connection: Redis, batch: StoredBatch, batches: BatchStore, files: FileStore, settings: ServeSettings
     ) -> None:
-        """
-        Raises:
-            OutputRefused: another process runs it.
-            OSError: the store cannot be read or written.
-        """
+        """Raises `OutputRefused`: another process runs it; `OSError`: the store cannot be read or written."""
         self._connection = connection
         self._batch = batch
         self._batches = batches
@@ -67,7 +63,7 @@ class BatchRun:
 
         Raises:
             RedisUnavailable: no server answers; the next step continues.
-            BatchHeld, InputChanged, OutputRefused, OSError: the batch cannot go on now.
+            BatchHeld, InputChanged, OutputRefused, OSError: the batch cannot continue now.
         """
         if self._work is None:
             if self._batches.state(self._batch.id).has_ended:
@@ -120,7 +116,7 @@ class BatchRun:
         self._batches.set_state(self._batch.id, BatchState("failed", times=times, errors=errors))
 
     def _finish(self) -> None:
-        """Put the answers into the output files, and say that the batch has ended; only then forget the rest."""
+        """Write the output files, then record that the batch has ended; only then forget the rest."""
         batch, finalizing_at = self._batch, int(time.time())
         state = self._batches.state(batch.id)
         n_failed = self._output.n_failed
@@ -145,7 +141,7 @@ class BatchRun:
             self._batches.answers(batch.id).unlink()
 
     def _split(self, *, wants_successes: bool) -> str:
-        """The id of the file of all answers that are successes, or that are not."""
+        """The id of the file with all answers that are successes, or with all that are not."""
 
         def write(content: BinaryIO) -> None:
             with self._batches.answers(self._batch.id).open("rb") as answers:
@@ -166,7 +162,7 @@ _AGAIN_S: Final = 30.0
 
 
 class BatchRunner:
-    """Any thread may call its methods."""
+    """The thread that runs batches. Any thread may call its methods."""
 
     def __init__(self, connection: Redis, batches: BatchStore, files: FileStore, settings: ServeSettings) -> None:
         self._connection = connection
@@ -185,11 +181,11 @@ class BatchRunner:
         self._thread.start()
 
     def look(self) -> None:
-        """There is a new batch, or one to cancel."""
+        """To be called when there is a new batch, or one to cancel."""
         self._wake.set()
 
     def stop(self) -> None:
-        """End the thread; the batches go on when they are looked for again, here or in another process."""
+        """End the thread; the batches continue in the next process that looks for them."""
         self._is_stopping = True
         self._wake.set()
         self._thread.join()

@@ -21,10 +21,7 @@ _FIELDS: Final = frozenset({"input_file_id", "endpoint", "completion_window", "m
 
 
 async def create(request: Request) -> Response:
-    """
-    Raises:
-        Failure: a field is missing, unknown or invalid.
-    """
+    """Raises `Failure`: a field is missing, unknown or invalid."""
     async with received(request) as raw:
         raw.seek(0)
         body = json_object(raw.read())
@@ -50,7 +47,6 @@ async def create(request: Request) -> Response:
 
 
 async def list_batches(request: Request) -> Response:
-    """Newest first."""
     batches: BatchStore = request.app.state.batches
     found = await asyncio.to_thread(batches.all_of, request.state.owner)
     page = page_of([{"id": batch.id, "batch": batch} for batch in found], request.query_params, most=100)
@@ -63,7 +59,7 @@ async def retrieve(request: Request) -> Response:
 
 
 async def cancel(request: Request) -> Response:
-    """Answers of lines that have ended stay, the others become errors."""
+    """Lines that have ended keep their answers, the others become errors."""
     batch = await _batch(request)
     batches: BatchStore = request.app.state.batches
     if not (await asyncio.to_thread(batches.state, batch.id)).has_ended:
@@ -92,7 +88,6 @@ async def _now(request: Request, batch: StoredBatch) -> dict[str, Any]:
 def _as_object(
     batch: StoredBatch, state: BatchState, counts: dict[str, int] | None = None, status: str | None = None
 ) -> dict[str, Any]:
-    """In OpenAI's form."""
     counts = counts or {"completed": state.completed, "failed": state.failed}
     return {
         "id": batch.id,

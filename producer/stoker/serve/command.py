@@ -77,10 +77,7 @@ def _settings(
     token_file: Path | None, queue: str, batch_queue: str | None, no_worker: str, model_aliases: tuple[str, ...],
     any_model: bool, max_tokens: int | None, ignore_unknown: bool, **limits: Any,
 ) -> ServeSettings:  # fmt: skip
-    """
-    Raises:
-        click.UsageError: one of them is not valid.
-    """
+    """Raises `click.UsageError`: one of the options is not valid."""
     return ServeSettings(
         queue=or_usage_error(lambda: checked_queue_name(queue)),
         batch_queue=or_usage_error(lambda: checked_queue_name(batch_queue or queue)),

@@ -1,8 +1,8 @@
 """Limits the number of connections to `stoker serve` and their time; uvicorn limits only the time between requests.
 
-A request's head has to come within ten seconds, and a mebibyte of its body in each 65; a client has as long to take
-what was sent to it. If there are too many connections, each new one closes another: the one that has sent no request
-for longest, else the oldest whose request is not complete. So idle clients keep nobody out, not even a health check.
+A request's head has to come within ten seconds, and a mebibyte of its body in each 65; a client has as long to receive
+the data sent to it. Above the limit, each new connection closes another: the one that has waited longest without a
+request, else the oldest whose request is not complete. So idle clients block nobody, not even a health check.
 """
 
 import asyncio
@@ -26,10 +26,11 @@ MOST_CONNECTIONS: Final = 2048
 
 _READ_BYTES: Final = 64 * 2**10
 _READ_BYTES_OF_CHUNKS: Final = 2 * 2**10
-"""A body in chunks of one byte each takes h11 ten milliseconds for so much of it, in which nothing else is done."""
+"""For this much of a body in chunks of one byte each, h11 needs ten milliseconds, in which nothing else runs."""
 
 _OWN_FILES: Final = 192
-"""File descriptors for Redis, the store and the rest. Each connection may take two more: for itself, for its body."""
+"""File descriptors for Redis, the store and the rest. Each connection may need two more: for itself and for its
+body."""
 
 _LOG_S: Final = 60.0
 _NO_FILES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -40,9 +41,9 @@ class Connections:
     """The connections of one server that may be closed to admit another, each in the order in which they came.
 
     Attributes:
-        most: connections at a time, of all kinds.
-        idle: have sent no whole head of a request.
-        sending: have sent no whole body.
+        most: limit of all connections together.
+        idle: connections without a complete head of a request.
+        sending: connections without a complete body.
     """
 
     most: int = MOST_CONNECTIONS
@@ -53,7 +54,7 @@ class Connections:
 class LimitedProtocol(H11Protocol, asyncio.BufferedProtocol):
     """One connection. For the thread of its event loop."""
 
-    _buffer = memoryview(bytearray(_READ_BYTES))  # of all connections: what is read is used before anything else is
+    _buffer = memoryview(bytearray(_READ_BYTES))  # of all connections: data is used before more is read
 
     def __init__(self, all_of_them: Connections, **options: Any) -> None:
         super().__init__(**options)
@@ -107,7 +108,7 @@ class LimitedProtocol(H11Protocol, asyncio.BufferedProtocol):
         """Enter the state in which the request is now."""
         state = "answer"
         if self.conn.their_state is h11.IDLE:
-            state = "head" if self.conn.trailing_data[0] else "idle"  # uvicorn closes what is idle
+            state = "head" if self.conn.trailing_data[0] else "idle"  # uvicorn closes idle ones
         elif self.conn.their_state is h11.SEND_BODY:
             state = "refused" if self.conn.our_state is h11.DONE else "body"
         if state != self._state and not self.transport.is_closing():
@@ -151,8 +152,8 @@ def possible_connections() -> int:
 
 
 class LoopErrors:
-    """Logs the errors of an event loop: those of refused accepts at most once a minute, of which there may be thousands
-    a second."""
+    """Logs the errors of an event loop. Refused accepts, of which there may be thousands a second, are logged once a
+    minute."""
 
     def __init__(self) -> None:
         self._logged_at = float("-inf")

@@ -14,14 +14,11 @@ from stoker.serve.store import BatchStore, FileStore, StoredFile
 
 PURPOSE: Final = "batch"
 _FIELD_BYTES: Final = 4096
-"""Largest field of the form besides the file; they are kept in memory."""
+"""Largest field of the form besides the file; these fields are held in memory."""
 
 
 async def upload(request: Request) -> Response:
-    """
-    Raises:
-        Failure: it is not a form with a file and the purpose ``batch``.
-    """
+    """Raises `Failure`: it is not a form with a file and the purpose ``batch``."""
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise Failure(415, "the Content-Type must be multipart/form-data", code="unsupported_content_type")
     async with request.form(max_files=1, max_fields=16, max_part_size=_FIELD_BYTES) as form:
@@ -60,10 +57,7 @@ async def content(request: Request) -> FileResponse:
 
 
 async def delete(request: Request) -> Response:
-    """
-    Raises:
-        Failure: a batch that has not ended reads it.
-    """
+    """Raises `Failure`: a batch that has not ended reads the file."""
     file = await _file(request)
     batches: BatchStore = request.app.state.batches
     if await asyncio.to_thread(batches.reads, file.id):

@@ -1,8 +1,8 @@
 """The endpoints that answer with generated text: a call's answer, whole or as a stream of server-sent events.
 
-Thinking and text are streamed as they are generated; calls of tools, several choices, and answers with
-log-probabilities at the end. A client that hangs up cancels its jobs, unless the call has an ``Idempotency-Key``: its
-client can come back for the answer with the same key.
+Thinking and text are streamed as they are generated; tool calls, several choices, and answers with log-probabilities
+come at the end. A client that hangs up cancels its jobs, unless the call has an ``Idempotency-Key``, with which the
+client can come back for the answer.
 """
 
 import asyncio
@@ -88,15 +88,12 @@ class RunningCall:
 
     @property
     def job_id(self) -> str:
-        """The first one."""
+        """The first job's id."""
         return self.tickets[0].job_id
 
     async def results(self) -> list[GenerationResult]:
-        """The answer is stored then, if it is to be.
-
-        Raises:
-            JobError: a job did not finish, or not in time.
-        """
+        """Wait for the results, and store the answer if it is to be stored. Raises `JobError`: a job did not finish, or
+        not in time."""
         timeout_s = self._backend.settings.timeout_s
         results = await asyncio.gather(*(ticket.result(timeout_s) for ticket in self.tickets))
         self._must_cancel = False
@@ -106,12 +103,13 @@ class RunningCall:
                 await asyncio.to_thread(self._store.set_answer, response_id(self.job_id), answer)
             except FileNotFoundError:
                 pass  # it was deleted meanwhile
-            except OSError as error:  # the caller has its answer all the same
+            except OSError as error:  # the caller gets its answer all the same
                 log.error("the answer of %s cannot be stored: %s", response_id(self.job_id), error)
         return results
 
     async def end(self) -> None:
-        """Cancel the jobs that have not ended, and let the next call in. It finishes even if this task is canceled."""
+        """Cancel the jobs that have not ended, and free the call's place. It completes even if this task is
+        canceled."""
         await asyncio.shield(asyncio.ensure_future(self._end()))
 
     async def _end(self) -> None:
@@ -142,7 +140,7 @@ class EventStream(Response):
 
     Args:
         running: ended once, however the stream ends.
-        begin: the writer's first events, for the case that nothing else comes for long.
+        begin: the writer's first events, sent alone if no other event comes for long.
         events: the others; an exception becomes a response, or the last events.
     """
 
@@ -210,7 +208,7 @@ class EventStream(Response):
 
 
 def _described(error: Exception | asyncio.CancelledError) -> Failure:
-    """uvicorn cancels what takes longer than a stop may take."""
+    """The failure of a call. At a stop, uvicorn cancels calls that take too long."""
     if isinstance(error, asyncio.CancelledError):
         message, code = "the server stops; ask again", "server_stopping"
         return Failure(503, message, kind="server_error", code=code, retryable=True, retry_after_s=_RESTART_S)
@@ -218,10 +216,7 @@ def _described(error: Exception | asyncio.CancelledError) -> Failure:
 
 
 async def generate(request: Request) -> Response:
-    """
-    Raises:
-        Failure, StokerError: the call is refused; nothing was enqueued.
-    """
+    """Raises `Failure`, `StokerError`: the call is refused; nothing was enqueued."""
     app, owner = request.app.state, request.state.owner
     endpoint = ENDPOINTS[request.url.path]
     async with received(request) as body:
@@ -233,7 +228,7 @@ async def generate(request: Request) -> Response:
             await asyncio.to_thread(app.background.store.remove, response_id(made.jobs[0].job_id))
         raise
     has_one_text, is_new = made.has_one_text, made.has_new_response
-    del made  # with the prompts, which are in Redis now
+    del made  # it has the prompts, which are in Redis now
     headers = id_headers(running.job_id, request.headers.get(REQUEST_ID))
     if running.call.is_background:
         try:
@@ -278,10 +273,7 @@ async def _events(
     *,
     is_live: bool,
 ) -> AsyncGenerator[bytes]:
-    """
-    Args:
-        is_live: the text may be sent as it is generated.
-    """
+    """`is_live`: the text may be sent as it is generated."""
     if is_live and not backend.live.locked():  # no await before the place is taken
         ticket = running.tickets[0]
         async with backend.live, aclosing(ticket.stream(backend.settings.timeout_s)) as parts:

@@ -1,7 +1,7 @@
-"""Lets in only those who may call, and no more bytes than allowed. ASGI middleware around the whole application.
+"""Lets in only authorized callers, and no more bytes than allowed. ASGI middleware around the whole application.
 
-Without tokens everybody on this machine may call. Web pages in its browsers may not: a request with the name or the
-origin of another site is refused.
+Without tokens, every program on this machine may call. Web pages in its browsers may not: a request with the name or
+the origin of another site is refused, unless the origin is an allowed one.
 """
 
 from typing import Final
@@ -19,7 +19,7 @@ HEALTH_PATHS: Final = ("/healthz", "/health")
 ROOT_PATH: Final = "/"
 FILES_PATH: Final = "/v1/files"
 _API_KEY_HEADER: Final = "x-api-key"
-"""Anthropic's clients send their token in it."""
+"""The header in which Anthropic's clients send their token."""
 
 _OTHER_BYTES: Final = 64 * 2**10
 """Largest body of a request that is neither a call nor an upload."""
@@ -48,11 +48,7 @@ class Guard:
         return await self._app(scope, _counted(receive, most), send)
 
     def _owner(self, path: str, headers: Headers) -> str:
-        """The name of the caller's token.
-
-        Raises:
-            Failure: the caller may not call.
-        """
+        """The name of the caller's token. Raises `Failure`: the caller is not authorized."""
         if self._tokens is None:
             origin = headers.get("origin")
             if not is_own_site(headers.get("host"), None if origin in self._origins else origin):
@@ -70,7 +66,7 @@ class Guard:
 
 
 def _counted(receive: Receive, most: int) -> Receive:
-    """`receive` for a body that has no length, or a wrong one."""
+    """`receive` with a limit for a body whose length is missing or wrong."""
     n_bytes = 0
 
     async def counted() -> Message:

@@ -24,15 +24,15 @@ AGENT_HEADER: Final = "x-stoker-agent"
 CONTEXT_HEADER: Final = "x-stoker-context"
 KEY_HEADER: Final = "idempotency-key"
 _SESSIONS: Final = ("session-id", "x-claude-code-session-id", "x-session-id", "x-stoker-session")
-"""The last one that is there counts."""
+"""Of several headers, the last one in this order counts."""
 _KEPT_S: Final = 3600
 """How long the job stays in Redis after its end, in seconds."""
 
 _MOST_KEY_CHARACTERS: Final = 200
-"""Of an id of a stored response, which is a folder's name too."""
+"""Limit for the id of a stored response, which is also a folder's name."""
 
 _BACKGROUND_S: Final = 86_400
-"""How long a job may run that nobody waits for, in seconds."""
+"""How long a background job may run, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class CallHead:
     """The parts of a call that are outside of its body.
 
     Attributes:
-        fields: of the request, from headers; they win over the body's.
+        fields: request fields from headers; they take precedence over the body's.
         key: the job's id, chosen by the client.
         owner: the name of the caller's token.
     """
@@ -59,14 +59,14 @@ class CallHead:
 
 @dataclass(frozen=True)
 class CallJobs:
-    """A call that is valid, and its jobs, which are in no queue yet.
+    """A valid call, and its jobs, which are in no queue yet.
 
     Attributes:
         jobs: one for each prompt.
         is_keyed: its client chose the jobs' ids.
-        call: what was read, without the requests.
+        call: the call as read, without the requests.
         has_one_text: the answer is one text that can be streamed as it is generated.
-        model: that the jobs ask for; ``None`` for any.
+        model: the model that the jobs ask for; ``None`` for any.
         has_new_response: its input was stored just now.
     """
 
@@ -79,13 +79,7 @@ class CallJobs:
 
 
 def call_jobs(raw: bytes, head: CallHead, settings: ServeSettings) -> CallJobs:
-    """
-    Args:
-        raw: the body.
-
-    Raises:
-        Failure: the call is refused.
-    """
+    """The jobs of a call with the body `raw`. Raises `Failure`: the call is refused."""
     store = settings.response_store()
     try:
         call = ENDPOINTS[head.url].read(json_object(raw), settings.body_options)
@@ -93,7 +87,7 @@ def call_jobs(raw: bytes, head: CallHead, settings: ServeSettings) -> CallJobs:
         kept = JobOptions(
             job_timeout_s=timeout_s, ttl_s=timeout_s + _KEPT_S, result_ttl_s=_KEPT_S, failure_ttl_s=_KEPT_S
         )
-        # A call that is made again with its key has to be the same request.
+        # A call repeated with its key has to be the same request.
         session = uuid4().hex if head.key is None else session_name(head.key)
         if call.continues is not None:
             session = _continue(call, head.owner, store)
@@ -117,7 +111,8 @@ def call_jobs(raw: bytes, head: CallHead, settings: ServeSettings) -> CallJobs:
 
 
 def _with_head(fields: Mapping[str, Any], head: CallHead) -> dict[str, Any]:
-    """Callers with tokens of their own share no caches, and no job by its key."""
+    """Adds the headers' fields. Calls without an agent share caches only with calls of the same token's name, and a
+    job's key works only for that name."""
     known = {**fields, **head.fields}
     if "session" in head.fields:
         known["session"] = session_name(head.fields["session"])
@@ -139,7 +134,7 @@ def _continue(call: ApiCall, owner: str, store: ResponseStore) -> str:
 
 
 def _store(store: ResponseStore, call: ApiCall, owner: str, job_id: str, session: str) -> bool:
-    """Returns whether it was not there before."""
+    """Returns whether the response is new."""
     response = StoredResponse(
         id=response_id(job_id),
         owner=owner,

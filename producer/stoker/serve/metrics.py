@@ -1,4 +1,4 @@
-"""What the server counts for Prometheus: requests by path and status, their time, and how many are open."""
+"""The server's counts for Prometheus: requests by path and status, their time, and the number of open ones."""
 
 import time
 from typing import Final
@@ -44,7 +44,7 @@ class Counted:
 
 
 def _path(scope: Scope) -> str:
-    """The route's, so that ids make no series of their own."""
+    """The route's path, so that ids make no series of their own."""
     route = scope.get("route")
     return getattr(route, "path", "other")
 

@@ -44,10 +44,8 @@ class Json(JSONResponse):
 
 
 def failed(endpoint: Endpoint | None, failure: Failure, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """The response that describes a failure, in the form of the endpoint's API; OpenAI's where there is none.
-
-    Its header tells the clients' packages whether to try again by themselves.
-    """
+    """The response that describes a failure, in the form of the endpoint's API, or without one in OpenAI's. Its header
+    tells the clients' packages whether to try again by themselves."""
     own = {"x-should-retry": "true" if failure.retryable else "false"}
     if failure.retry_after_s is not None:
         own["retry-after"] = str(failure.retry_after_s)
@@ -64,7 +62,7 @@ async def on_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def described(error: Exception) -> Failure:
-    """The failure of an exception; one that nobody expected is logged."""
+    """The failure of an exception; an unexpected one is logged."""
     failure = of_exception(error)
     if failure.status == 500 and not isinstance(error, Failure | StokerError):
         log.error("a request failed: %s", type(error).__name__, exc_info=error)
@@ -73,11 +71,8 @@ def described(error: Exception) -> Failure:
 
 @asynccontextmanager
 async def received(request: Request) -> AsyncIterator[IO[bytes]]:
-    """The body, in a file that is open as long as the context: hundreds of clients may send theirs slowly.
-
-    Raises:
-        Failure: its type is not JSON, it does not come, or there is no room for it.
-    """
+    """The body, in a file that is open as long as the context, because hundreds of clients may send slowly. Raises
+    `Failure`: its type is not JSON, it does not come in time, or there is no room for it."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise Failure(415, "the Content-Type must be application/json", code="unsupported_content_type")
     with SpooledTemporaryFile(_IN_MEMORY_BYTES) as body:
@@ -94,11 +89,7 @@ async def received(request: Request) -> AsyncIterator[IO[bytes]]:
 
 
 def json_object(raw: bytes) -> dict[str, Any]:
-    """
-    Raises:
-        RequestTooLarge: as `read_json`.
-        Failure: it is not a JSON object.
-    """
+    """Raises `RequestTooLarge`: as `read_json`; `Failure`: it is not a JSON object."""
     try:
         body = read_json(raw, is_echoed=True)
     except RequestTooLarge:
@@ -111,17 +102,14 @@ def json_object(raw: bytes) -> dict[str, Any]:
 
 
 async def until_hung_up(receive: Receive) -> None:
-    """Returns when the client has closed the connection. The body has to be read before."""
+    """Returns when the client has closed the connection. The body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 def page_of(objects: Sequence[Mapping[str, Any]], query: Mapping[str, str], *, most: int) -> dict[str, Any]:
-    """The objects after the one whose id is `after`, at most `limit`.
-
-    Raises:
-        Failure: there is no such object, or `limit` is invalid.
-    """
+    """The objects after the one whose id is `after`, at most `limit`. Raises `Failure`: there is no such object, or
+    `limit` is invalid."""
     start = 0
     if after := query.get("after"):
         ids = [entry["id"] for entry in objects]

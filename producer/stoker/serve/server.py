@@ -33,7 +33,7 @@ def serve(redis_url: str, settings: ServeSettings, *, bind: str, port: int, repo
     Raises:
         ValueError: not a Redis URL, or `bind` is not loopback and there are no tokens.
         OSError: the port is taken, or the batch store cannot be used.
-        RedisUnavailable: no server answers, or it refused us.
+        RedisUnavailable: no server answers, or it refused the client.
     """
     if settings.tokens is None and host_name(bind) not in LOOPBACK_NAMES:
         raise ValueError(f"{bind} can be reached from other machines: give --token-file to listen on it")
@@ -41,7 +41,7 @@ def serve(redis_url: str, settings: ServeSettings, *, bind: str, port: int, repo
         connection.ping()
     app = build_app(redis_url, settings)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("python_multipart").setLevel(logging.ERROR)  # else anybody can make it write a line
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)  # else any client can make it write a line
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET
     with socket.create_server((bind, port), family=family, backlog=_WAITING_CONNECTIONS) as listening:
         host = f"[{bind}]" if ":" in bind else bind
@@ -59,7 +59,7 @@ def web_server(app: ASGIApp, most_connections: int = MOST_CONNECTIONS) -> uvicor
             http=partial(LimitedProtocol, Connections(most_connections)),  # type: ignore[arg-type]
             loop="asyncio",
             log_config=None,
-            log_level="error",  # anybody can cause uvicorn's warnings, one for each request
+            log_level="error",  # any client can cause uvicorn's warnings, one for each request
             access_log=False,
             server_header=False,
             ws="none",

@@ -1,7 +1,7 @@
 """The settings of one `stoker serve`, and the bearer tokens that may call. Imports no web framework.
 
-A line of a token file is a name, white space and a token. Limits and files belong to the name; several tokens may have
-one.
+A line of a token file is a name, white space and a token. Limits and files belong to the name, which several tokens may
+share.
 """
 
 import hashlib
@@ -27,20 +27,12 @@ class Tokens:
     """Compares a token with all tokens, in a time that does not depend on which of them it resembles."""
 
     def __init__(self, pairs: Iterable[tuple[str, str]]) -> None:
-        """
-        Args:
-            pairs: name and token.
-        """
         self._digests = [(name, _digest(token)) for name, token in pairs]
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
-        """
-        Raises:
-            OSError: it cannot be read.
-            ValueError: a line is not a name and a token, or its token is an earlier line's; the message has the line's
-                number, not the token.
-        """
+        """Raises `OSError`: the file cannot be read. Raises `ValueError`: a line is not a name and a token, or its
+        token is an earlier line's; the message has the line's number, not the token."""
         pairs, known = [], set[str]()
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
@@ -81,13 +73,13 @@ class ServeSettings:
     """
     Attributes:
         queue, batch_queue: RQ queues of calls, and of the lines of batches.
-        body_options: which models a body may name.
-        tokens: who may call; ``None`` for everybody who reaches the port.
+        body_options: which models a body may name, and the other options of all bodies.
+        tokens: who may call; ``None`` for everyone who reaches the port.
         batch_store: folder of files, batches and responses.
         keep_responses_s: how long a response can be continued, in seconds.
         allowed_origins: web sites whose pages may call.
         max_body_bytes, max_file_bytes: largest request body, and largest upload.
-        max_waiting: most calls in flight per token.
+        max_waiting: most calls in flight for each name of tokens.
         timeout_s: how long a call may take, in seconds.
         queue_without_worker: accept calls while no worker is alive, instead of refusing them.
         worker_wait_s: how long a call waits for a worker to appear before it is refused.
@@ -108,8 +100,5 @@ class ServeSettings:
     worker_wait_s: float = 3.0
 
     def response_store(self) -> ResponseStore:
-        """
-        Raises:
-            OSError: it cannot be made.
-        """
+        """Raises `OSError`: it cannot be made."""
         return ResponseStore(self.batch_store, keep_s=self.keep_responses_s)

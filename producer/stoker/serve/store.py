@@ -1,10 +1,11 @@
-"""The store of `stoker serve`: files (uploads, and the answers of batches), batches (what was asked for, and how far it
-is), and responses (the input and the answer of calls that later calls continue). Blocking; no Redis, no HTTP.
+"""The store of `stoker serve`: files (uploads, and the answers of batches), batches (their requests and progress), and
+responses (input and answer of calls that later calls may continue). Blocking; no Redis, no HTTP.
 
-``files/ID/`` has ``content`` and ``file.json``. ``batches/ID/`` has ``batch.json``, ``state.json`` (written by the one
-process that runs the batch), ``cancel`` (made when it is to be canceled) and ``answers.jsonl``, whose lock decides who
-runs it. ``responses/ID/`` has ``response.json`` and, once there is one, ``answer.json``. A folder appears whole or not
-at all; its content, and the page named after it, never change. A caller sees only the folders of its own token's name.
+``files/ID/`` has ``content`` and ``file.json``. ``batches/ID/`` has ``batch.json``, ``state.json`` (written by the
+process that runs the batch), ``cancel`` (made when the batch is to be canceled) and ``answers.jsonl``, whose lock
+decides which process runs the batch. ``responses/ID/`` has ``response.json`` and, once there is one, ``answer.json``. A
+folder appears complete or not at all; ``content`` and the page (``file.json``, ``batch.json``, ``response.json``) never
+change. A caller sees only the folders of its own token's name.
 """
 
 import hashlib
@@ -40,13 +41,13 @@ OwnedT = TypeVar("OwnedT", bound=Owned)
 
 
 class OwnedFolders(Generic[OwnedT]):
-    """Any thread, any number of processes.
+    """The folders of one kind in the store. Any thread, any number of processes.
 
     Attributes:
-        place: the name of the folder of all, in the store.
+        place: the name of their parent folder in the store.
         kind: the word for one of them.
-        of_page: made of the page's fields.
-        id_form: nothing else is a folder's name, so no id leads out of `folder`.
+        of_page: the class of the page's content.
+        id_form: the form of a folder's name; no other name is allowed, so no id leads out of `folder`.
     """
 
     place: ClassVar[str]
@@ -55,20 +56,14 @@ class OwnedFolders(Generic[OwnedT]):
     id_form: ClassVar[re.Pattern[str]]
 
     def __init__(self, store: Path) -> None:
-        """
-        Raises:
-            OSError: the folder cannot be made.
-        """
+        """Raises `OSError`: the folder cannot be made."""
         self.folder = store / self.place
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     @contextmanager
     def new(self, item_id: str) -> Iterator[Path]:
-        """A folder in which to put everything, `write_page` included. It appears when the block ends well.
-
-        Raises:
-            OSError: it could not be written; there is no such folder then.
-        """
+        """A folder to fill, also with `write_page`. It appears when the block ends without an error. Raises `OSError`:
+        it could not be written, and does not exist."""
         with draft_of(self.folder / item_id) as draft:
             draft.mkdir(mode=0o700)
             yield draft
@@ -78,17 +73,14 @@ class OwnedFolders(Generic[OwnedT]):
         replace_file(draft / self._page, json.dumps(asdict(item)).encode())
 
     def read(self, item_id: str) -> OwnedT | None:
-        """Whoever it belongs to."""
+        """The item, whoever owns it; ``None`` if there is none."""
         try:
             return self.of_page(**json.loads((self.folder / item_id / self._page).read_bytes()))
         except FileNotFoundError:
             return None
 
     def get(self, owner: str, item_id: str) -> OwnedT:
-        """
-        Raises:
-            Failure: there is none, or it is another owner's, which looks the same.
-        """
+        """Raises `Failure`: there is none, or another owner's, which looks the same."""
         found = self.read(item_id) if self.id_form.fullmatch(item_id) else None
         if found is None or found.owner != owner:
             kind = self.kind
@@ -119,7 +111,6 @@ class StoredFile(Owned):
     bytes: int
 
     def as_object(self) -> dict[str, Any]:
-        """In OpenAI's form."""
         about = {name: value for name, value in asdict(self).items() if name != "owner"}
         return {**about, "object": "file", "status": "processed"}
 
@@ -131,14 +122,8 @@ class FileStore(OwnedFolders[StoredFile]):
     def add(
         self, owner: str, filename: str, purpose: str, write: Callable[[BinaryIO], None], *, key: str | None = None
     ) -> StoredFile:
-        """Make a file; `write` gives it its content.
-
-        Args:
-            key: makes the id; a file that was made with the same key is returned as it is.
-
-        Raises:
-            OSError: it could not be written; there is no such file then.
-        """
+        """Make a file; `write` gives it its content. The id follows from `key`, if given; a file made earlier with the
+        same key is returned as it is. Raises `OSError`: it could not be written, and does not exist."""
         file_id = f"file-{hashlib.sha256(key.encode()).hexdigest()[:32] if key else uuid4().hex}"
         if key and (found := self.read(file_id)):
             return found
@@ -164,11 +149,7 @@ _CANCEL: Final = "cancel"
 
 @dataclass(frozen=True)
 class StoredBatch(Owned):
-    """A batch as a client asked for it.
-
-    Attributes:
-        window_s: seconds after which lines that are not answered are canceled.
-    """
+    """A batch as a client asked for it. `window_s`: seconds after which unanswered lines are canceled."""
 
     endpoint: str
     input_file_id: str
@@ -183,10 +164,10 @@ class StoredBatch(Owned):
 
 @dataclass(frozen=True)
 class BatchState:
-    """The progress of a batch; the names are OpenAI's.
+    """The progress of a batch, with OpenAI's names.
 
     Attributes:
-        times: Unix seconds by name, as ``in_progress_at``.
+        times: Unix seconds by name, such as ``in_progress_at``.
         errors: why the batch failed as a whole.
     """
 
@@ -209,18 +190,14 @@ class BatchStore(OwnedFolders[StoredBatch]):
     id_form = re.compile("batch_[0-9a-f]{24}")  # with a line's number and digest, RQ takes it as a job's id
 
     def add(self, owner: str, **asked: Any) -> StoredBatch:
-        """Make a batch with these fields.
-
-        Raises:
-            OSError: it could not be written; there is no such batch then.
-        """
+        """Make a batch with these fields. Raises `OSError`: it could not be written, and does not exist."""
         batch = StoredBatch(f"batch_{uuid4().hex[:24]}", owner, int(time.time()), **asked)
         with self.new(batch.id) as draft:
             self.write_page(draft, batch)
         return batch
 
     def state(self, batch_id: str) -> BatchState:
-        """The last state that was written; ``cancelling`` if the batch is to be canceled and runs on meanwhile."""
+        """The last state written; ``cancelling`` if the batch is to be canceled and has not ended."""
         try:
             state = BatchState(**json.loads((self.folder / batch_id / _STATE).read_bytes()))
         except FileNotFoundError:
@@ -240,18 +217,18 @@ class BatchStore(OwnedFolders[StoredBatch]):
             replace_file(self.folder / batch_id / _CANCEL, str(int(time.time())).encode())
 
     def canceled_at(self, batch_id: str) -> int | None:
-        """When the batch was to be canceled, in Unix seconds."""
+        """When a cancel was requested, in Unix seconds; ``None`` if none was."""
         try:
             return int((self.folder / batch_id / _CANCEL).read_bytes())
         except FileNotFoundError:
             return None
 
     def answers(self, batch_id: str) -> Path:
-        """The file of all answers so far, by which a run continues."""
+        """The file of all answers so far, from which a run continues."""
         return self.folder / batch_id / "answers.jsonl"
 
     def reads(self, file_id: str) -> bool:
-        """Returns true if a batch that has not ended reads this file."""
+        """True if a batch that has not ended reads this file."""
         batches = [self.read(batch_id) for batch_id in self.ids()]
         return any(
             batch is not None and batch.input_file_id == file_id and not self.state(batch.id).has_ended
@@ -269,12 +246,12 @@ class StoredResponse(Owned):
     """A call whose answer later calls may continue.
 
     Attributes:
-        job_id: of the job that makes the answer.
+        job_id: the job that makes the answer.
         continues: the id of the response before it.
-        session: of its conversation, so that the next response finds what is cached of this one.
-        is_background: its job goes on when its client hangs up.
+        session: the conversation's session, through which the next response finds this one's cache.
+        is_background: its job continues when its client hangs up.
         input: items in OpenAI's form.
-        kept: what the answer repeats of the body.
+        kept: the parts of the body that the answer repeats.
     """
 
     job_id: str
@@ -290,24 +267,15 @@ class ResponseStore(OwnedFolders[StoredResponse]):
     id_form = re.compile("resp_[A-Za-z0-9_-]{1,200}")
 
     def __init__(self, store: Path, *, keep_s: float, most: int = MOST_RESPONSES) -> None:
-        """
-        Args:
-            keep_s: how long responses are kept, in seconds.
-            most: of more than so many, the oldest are removed.
-
-        Raises:
-            OSError: the folder cannot be made.
-        """
+        """Keep responses for `keep_s` seconds, and the newest `most` only. Raises `OSError`: the folder cannot be
+        made."""
         super().__init__(store)
         self._keep_s = keep_s
         self._most = most
 
     def add(self, response: StoredResponse) -> bool:
-        """Returns false if there is one of this id: a call with the same key made it.
-
-        Raises:
-            OSError: it could not be written; there is no such response then.
-        """
+        """Returns ``False`` if there is one with this id, made by a call with the same key. Raises `OSError`: it could
+        not be written, and does not exist."""
         if self.read(response.id) is not None:
             return False
         try:
@@ -320,11 +288,10 @@ class ResponseStore(OwnedFolders[StoredResponse]):
         return True
 
     def set_answer(self, response_id: str, answer: dict[str, Any]) -> None:
-        """Raises `OSError`: there is no answer, or the response was removed."""
+        """Raises `OSError`: the answer was not stored, or the response was removed."""
         replace_file(self.folder / response_id / _ANSWER, json.dumps(answer).encode())
 
     def answer(self, response_id: str) -> dict[str, Any] | None:
-        """The answer; ``None`` while there is none."""
         try:
             found: dict[str, Any] = json.loads((self.folder / response_id / _ANSWER).read_bytes())
         except FileNotFoundError:
@@ -335,11 +302,8 @@ class ResponseStore(OwnedFolders[StoredResponse]):
         self._discard(self.folder / response_id)
 
     def conversation(self, owner: str, response_id: str) -> list[dict[str, Any]]:
-        """All items up to the end of a response's answer, the oldest first.
-
-        Raises:
-            Failure: the response, or one before it, is not there or has no answer.
-        """
+        """All items up to the end of a response's answer, the oldest first. Raises `Failure`: the response, or one
+        before it, does not exist or has no answer."""
         turns: list[list[dict[str, Any]]] = []
         following: str | None = response_id
         while following is not None and len(turns) < _MOST_TURNS:
@@ -357,14 +321,14 @@ class ResponseStore(OwnedFolders[StoredResponse]):
         return [item for turn in reversed(turns) for item in turn]
 
     def unanswered(self) -> list[StoredResponse]:
-        """Those in the background without an answer, whoever they belong to."""
+        """The background responses without an answer, of all owners."""
         found = (self.read(response_id) for response_id in self.ids() if self.answer(response_id) is None)
         return [response for response in found if response is not None and response.is_background]
 
     def sweep(self) -> None:
-        """Remove those that are older than they are kept, and the oldest of too many."""
+        """Remove the responses whose time is over, and the oldest of too many."""
         made = []
-        for path in self.folder.iterdir():  # also what a crash has left of a response
+        for path in self.folder.iterdir():  # also the remains of a response after a crash
             with suppress(FileNotFoundError):  # it was removed meanwhile
                 made.append((path.stat().st_mtime, path))
         made.sort()
@@ -373,7 +337,7 @@ class ResponseStore(OwnedFolders[StoredResponse]):
             self._discard(path)
 
     def _discard(self, path: Path) -> None:
-        """Away in one step: an answer may just be written into it."""
+        """Rename the folder first, in one step, because an answer may be written into it at this moment."""
         gone = self.folder / f".{uuid4().hex}.gone"
         with suppress(OSError):
             path.rename(gone)

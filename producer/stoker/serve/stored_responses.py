@@ -1,7 +1,7 @@
 """The endpoints below /v1/responses/ID, and the end of responses whose client does not wait for them.
 
-Owns the tasks that wait for jobs in the background. Another process with the same store may wait for the same job: both
-write the same answer.
+Owns the tasks that wait for background jobs. Another process with the same store may wait for the same job: both write
+the same answer.
 """
 
 import asyncio
@@ -28,11 +28,7 @@ _WAITING: Final = frozenset({"queued", "deferred", "scheduled"})
 
 
 class Background:
-    """For one event loop.
-
-    Attributes:
-        store: blocks, so it is used in other threads.
-    """
+    """The waits for background responses. For one event loop; `store` blocks, so it is used in other threads."""
 
     def __init__(self, backend: Backend, store: ResponseStore) -> None:
         self.store = store
@@ -40,7 +36,7 @@ class Background:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Wait for the jobs that an earlier process waited for, and remove old responses from time to time."""
+        """Wait for the jobs of background responses without an answer, and remove old responses from time to time."""
         self._begin(self._sweep())
         for response in await asyncio.to_thread(self.store.unanswered):
             self.wait_for(response)
@@ -51,11 +47,8 @@ class Background:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def begun(self, owner: str, response_id: str, *, is_new: bool) -> dict[str, Any]:
-        """The response whose job was enqueued, as its client sees it now.
-
-        Args:
-            is_new: it was stored by this call, not by an earlier one with the same key.
-        """
+        """The response whose job was enqueued, as its client sees it now. `is_new`: this call stored it, not an earlier
+        one with the same key."""
         response = await asyncio.to_thread(self.store.get, owner, response_id)
         self.wait_for(response)
         return _frame_of(response, "queued") if is_new else await self.now(response)
@@ -107,12 +100,7 @@ class Background:
 
 
 async def _answer_of(backend: Backend, response: StoredResponse, timeout_s: float | None = None) -> dict[str, Any]:
-    """What the end of its job makes of a response.
-
-    Raises:
-        ResultTimeout: the job has not ended in time.
-        RedisUnavailable: no server answers.
-    """
+    """The response after its job's end. Raises `ResultTimeout`: the job has not ended in time; `RedisUnavailable`."""
     try:
         result = await backend.ticket(response.job_id).result(timeout_s)
     except (ResultTimeout, RedisUnavailable):
@@ -133,10 +121,7 @@ def _frame_of(response: StoredResponse, status: str) -> dict[str, Any]:
 
 
 async def retrieve(request: Request) -> Response:
-    """
-    Raises:
-        Failure: no such response, or it is to be streamed.
-    """
+    """Raises `Failure`: no such response, or it is to be streamed."""
     if request.query_params.get("stream", "false") != "false":
         raise Failure(
             400, "'stream' is not served here: retrieve it without", code="unsupported_parameter", param="stream"
@@ -153,10 +138,7 @@ async def list_input(request: Request) -> Response:
 
 
 async def cancel(request: Request) -> Response:
-    """
-    Raises:
-        Failure: its client waits for it: such a response is canceled by hanging up.
-    """
+    """Raises `Failure`: its client waits for it; such a response is canceled by hanging up."""
     response = await _response(request)
     if not response.is_background:
         raise Failure(400, "only responses in the background can be canceled", code="invalid_value")
@@ -170,7 +152,7 @@ async def cancel(request: Request) -> Response:
 
 
 async def delete(request: Request) -> Response:
-    """A job in the background goes on; nobody gets its answer."""
+    """A background job continues; nobody gets its answer."""
     response = await _response(request)
     await asyncio.to_thread(_background(request).store.remove, response.id)
     return Json({"id": response.id, "object": "response", "deleted": True})
