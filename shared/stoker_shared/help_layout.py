@@ -76,4 +76,5 @@ def options_under(heading: str) -> OptionMaker:
 
 
 def examples(*lines: str) -> str:
+    """An `epilog` with these command lines."""
     return "Examples:\n" + "\n".join(f"  {line}" for line in lines)

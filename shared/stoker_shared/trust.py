@@ -64,6 +64,7 @@ class Counts:
         return self.accepted / self.total if self.total else 0.0
 
     def after(self, *, accepted: bool) -> "Counts":
+        """The counts after one more verdict."""
         return Counts(self.accepted * KEPT + accepted, self.rejected * KEPT + (not accepted))
 
     def corrected(self, *, accepted: bool) -> "Counts":

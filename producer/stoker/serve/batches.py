@@ -47,6 +47,7 @@ async def create(request: Request) -> Response:
 
 
 async def list_batches(request: Request) -> Response:
+    """Newest first."""
     batches: BatchStore = request.app.state.batches
     found = await asyncio.to_thread(batches.all_of, request.state.owner)
     page = page_of([{"id": batch.id, "batch": batch} for batch in found], request.query_params, most=100)

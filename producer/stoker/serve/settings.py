@@ -24,7 +24,8 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 class Tokens:
-    """Compares a token with all tokens, in a time that does not depend on which of them it resembles."""
+    """Compares a token with those of all `pairs` (name, token), in a time that does not depend on which of them it
+    resembles."""
 
     def __init__(self, pairs: Iterable[tuple[str, str]]) -> None:
         self._digests = [(name, _digest(token)) for name, token in pairs]

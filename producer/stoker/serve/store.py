@@ -111,6 +111,7 @@ class StoredFile(Owned):
     bytes: int
 
     def as_object(self) -> dict[str, Any]:
+        """In OpenAI's form."""
         about = {name: value for name, value in asdict(self).items() if name != "owner"}
         return {**about, "object": "file", "status": "processed"}
 
@@ -292,6 +293,7 @@ class ResponseStore(OwnedFolders[StoredResponse]):
         replace_file(self.folder / response_id / _ANSWER, json.dumps(answer).encode())
 
     def answer(self, response_id: str) -> dict[str, Any] | None:
+        """The answer; ``None`` while there is none."""
         try:
             found: dict[str, Any] = json.loads((self.folder / response_id / _ANSWER).read_bytes())
         except FileNotFoundError:
