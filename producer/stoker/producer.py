@@ -201,7 +201,8 @@ class Producer(AnyProducer):
 
         Raises:
             InvalidRequest: a field is missing, unknown, of the wrong type or out of range; the message names it.
-            RequestTooLarge: the request is over ``MAX_REQUEST_BYTES``.
+            RequestTooLarge: the request is over ``MAX_REQUEST_BYTES``, or has more values or levels than a worker
+                reads.
             NobodyServes: no live worker serves one of the `models`; nothing was enqueued.
             DuplicateJob: `job_id` names a job with another request or queue.
             JobNotFound: a job in `depends_on` does not exist (any more).

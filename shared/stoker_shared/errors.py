@@ -26,7 +26,8 @@ class RequestVersionTooNew(RequestError):
 
 
 class RequestTooLarge(RequestError):
-    """The request is larger than `MAX_REQUEST_BYTES`, or than the model's context could ever hold."""
+    """The request is over `MAX_REQUEST_BYTES`, has too many values or levels, or is more than the model's context could
+    ever hold."""
 
 
 class ContextLimitExceeded(RequestError):

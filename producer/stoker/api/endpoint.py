@@ -104,7 +104,7 @@ class Endpoint(Protocol):
         Args:
             results: one for each request.
             created_s: when the answer was made, in Unix seconds.
-            kept: the call's; empty where only the result is known.
+            kept: `kept` of the call; empty if only the result is known.
         """
         ...
 

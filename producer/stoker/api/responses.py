@@ -331,7 +331,7 @@ def frame(of: str, created_s: int, kept: Mapping[str, Any], status: str) -> dict
 
     Args:
         of: its id.
-        kept: the call's; empty where only the result is known.
+        kept: `kept` of the call; empty if only the result is known.
         status: OpenAI's word.
     """
     unknown = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}

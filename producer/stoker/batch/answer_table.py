@@ -154,7 +154,7 @@ def _plain(text: str) -> str:
 
 
 def _usage_of(usage: Mapping[str, Any] | None) -> dict[str, int] | None:
-    """The token counts, also under the names that Responses use."""
+    """The token counts by the table's names; Responses have other names for them."""
     if usage is None:
         return None
     read, made = ("prompt", "completion") if "prompt_tokens" in usage else ("input", "output")
