@@ -233,6 +233,7 @@ class Producer(AnyProducer):
 
         Raises:
             InvalidRequest, RequestTooLarge, RequestVersionTooNew: as for `submit`; the message has the request's index.
+            NobodyServes: as for `submit`; earlier chunks have been enqueued.
             DuplicateJob, JobNotFound: as for `submit`; no job of the same chunk and queue was enqueued.
             RedisUnavailable: no server answers.
         """
@@ -276,8 +277,8 @@ class Producer(AnyProducer):
         """The tickets, each as soon as its job has ended in any way; `Ticket.result` then needs no round trip.
 
         All jobs are waited for together, with one or two Redis commands for each. A cancel or a delete is noticed a
-        second late, or a second for each 250 jobs; among more than a thousand jobs, so may be any end that is out of
-        order.
+        second late, or a second for each 250 jobs; among more than a thousand jobs, this also holds for an end that is
+        out of order.
 
         Args:
             tickets: of any queues of this producer's server; several may have the same job.
