@@ -59,7 +59,7 @@ def page(template: str, tab: str, **values: Any) -> Response:
     return response
 
 
-_LEFT_BEHIND: Final = "no heartbeat: the job goes back to its queue when a worker starts; below are its last figures"
+_LEFT_BEHIND: Final = "no heartbeat: the next worker that runs puts the job back; below are its last figures"
 
 
 def show_progress_of_jobs(app: Flask, connection: Redis) -> None:

@@ -53,7 +53,7 @@ _folder = click.Path(file_okay=False, path_type=Path)
 @_limits("--max-file-bytes", type=click.IntRange(min=1), default=512 * 2**20, show_default=True, metavar="BYTES",
          help="Largest upload.")  # fmt: skip
 @_limits("--max-waiting", type=click.IntRange(min=1), default=1000, show_default=True, metavar="N",
-         help="Calls in flight per token.")  # fmt: skip
+         help="Calls in flight per token name.")  # fmt: skip
 @_limits("--timeout-s", type=click.IntRange(min=1), default=600, show_default=True, metavar="S",
          help="Longest call, in seconds.")  # fmt: skip
 @redis_option
