@@ -1,11 +1,14 @@
 """Claiming looks ahead, claims in order, and leaves an id in exactly one list."""
 
+import json
+
 import pytest
 from rq import Queue
 from rq.serializers import JSONSerializer
 
 from stoker_shared.wire import TASK_PATH
 from stoker_worker.ports import Busy
+from stoker_worker.queue.waiting import _READING
 
 pytestmark = pytest.mark.server
 
@@ -134,6 +137,27 @@ def test_an_id_enqueued_again_for_another_agent_waits_behind_that_agents_jobs(co
     queue.enqueue(TASK_PATH, request={"agent_id": "b", "prompt": "y"}, job_id=again)
     assert claim_soon(claimer) == [before]
     assert claim(claimer) == [again]
+
+
+def test_no_more_than_one_large_request_is_read_at_once(connection, claimer, monkeypatch):
+    monkeypatch.setattr("stoker_worker.queue.waiting._READING", (*_READING[:3], 1000, *_READING[4:]))
+    names = [f"large {n}" for n in range(6)] + [f"small {n}" for n in range(40)]
+    for name in names:
+        request = {"agent_id": name, "prompt": "x" * (900 if "large" in name else 9)}
+        connection.hset(f"rq:job:{name}", "data", json.dumps(["x", None, [], {"request": request}]))
+        connection.rpush("rq:queue:generate", name)
+    replies, real = [], claimer.view._read_at
+
+    def noting(**words):
+        replies.append(real(**words))
+        return replies[-1]
+
+    monkeypatch.setattr(claimer.view, "_read_at", noting)
+    while len(claimer.waiting.lines.agents()) < len(names):
+        claim(claimer, limit=0)
+    assert all(len(found) == 1 or sum(map(len, found)) <= 1000 for found, *_ in replies)
+    assert 5 < len(replies) < 15
+    assert claim(claimer, limit=50) == names
 
 
 def test_jobs_that_are_large_together_come_with_several_claims(connection, submit, monkeypatch, make_claimer):
