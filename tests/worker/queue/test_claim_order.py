@@ -205,9 +205,13 @@ def test_every_later_loss_counts_and_an_end_resets_the_count(connection, submit,
     job_id, _ = submit("a", "b")
     lose(opened, n_jobs=2)
     lose(opened, n_jobs=2)
-    for n in (1, 2):
-        queue = lose(opened, n_jobs=1)
-        assert counted(connection, job_id) == [2 + n, n]
+    queue = lose(opened, n_jobs=1)
+    assert counted(connection, job_id) == [3, 1]
+    assert len(claim(queue)) == 1
+    connection.delete(*connection.scan_iter(f"rq:execution:{job_id}:*"))
+    queue = opened()
+    assert queue.recover() == 1  # though nobody knows any more in which worker it was
+    assert counted(connection, job_id) == [4, 2]
     (job,) = claim(queue)
     assert (job.job_id, job.attempt, job.losses_alone) == (job_id, 5, 2)
     fail(job, ValueError("lost too often"), may_retry=False)
@@ -233,6 +237,22 @@ def test_a_recovery_whose_reply_is_lost_counts_no_job_as_alone_that_was_not(conn
     monkeypatch.undo()
     assert queue.recover() == 0
     assert [counted(connection, job_id) for job_id in ids] == [[1, 0]] * 3
+
+
+def test_jobs_that_ran_together_go_back_in_one_transaction(connection, submit, opened):
+    """If only some were back, the next recovery would count the rest as jobs that ran alone."""
+    job_ids = submit("a", "b", "c")
+    assert len(claim(opened())) == 3
+    queue = opened()
+    with connection.monitor() as monitor:
+        assert queue.recover() == 3
+        connection.ping()
+        seen = []
+        while "PING" not in seen:
+            seen.append(monitor.next_command()["command"].split(" ")[0].upper())
+    calls = " ".join(name for name in seen if name in {"MULTI", "EVALSHA", "EXEC"})
+    assert "MULTI EVALSHA EVALSHA EVALSHA EXEC" in calls
+    assert [job_id.decode() for job_id in connection.lrange("rq:queue:generate", 0, -1)] == job_ids
 
 
 def test_a_producers_note_of_another_agent_is_corrected_when_the_job_is_claimed(connection, submit, opened):
