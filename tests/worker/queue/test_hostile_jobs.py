@@ -1,6 +1,7 @@
 """Whatever a job's hash holds, the job ends in one registry or is dropped, and other jobs finish."""
 
 import itertools
+import json
 import logging
 import time
 import zlib
@@ -201,6 +202,15 @@ def test_no_count_in_the_hash_lets_a_job_outlive_three_lost_workers(queue, enque
     [job] = queue.claim(1, Busy())
     assert (job.attempt, job.losses_alone) == (4, 3)
     job.release()
+
+
+def test_commands_that_the_worker_ignores_do_not_fill_its_log(queue, caplog):
+    registration = queue._registration
+    for payload in ("shutdown", "no JSON", '{"command": "\u001b[2J"}', "[]", '{"command": "kill-horse"}') * 200:
+        data = json.dumps({"command": payload}) if payload == "shutdown" else payload
+        registration.handle_payload({"data": data.encode()})
+    [line] = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
+    assert "shutdown" in line
 
 
 def test_jobs_with_a_webhook_or_repeats_are_refused_and_nothing_is_sent(connection, plain, queue, monkeypatch):
