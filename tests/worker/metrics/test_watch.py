@@ -132,6 +132,15 @@ def test_the_start_is_that_of_the_worker():
     assert before <= started <= time.time()
 
 
+def test_free_bytes_are_at_most_5_s_old(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("stoker_worker.metrics.watch.time.monotonic", lambda: now[0])
+    watch, free = Watch(), iter([5, 4, 3])
+    watch.store = lambda: StoreUse(1, 2, next(free), 9, 0, 0)
+    seen = [watch.look().store.disk_free_bytes for now[0] in (100.0, 104.9, 105.0, 109.9, 110.0)]
+    assert seen == [5, 5, 4, 4, 3]
+
+
 @pytest.mark.parametrize(
     ("look", "said"),
     [
