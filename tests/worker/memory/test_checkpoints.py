@@ -31,8 +31,10 @@ from tests.worker.memory.agents import (
 from tests.worker.memory.test_damage import DAMAGES
 
 from stoker_worker.memory.admin.backup import back_up, restore
+from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.memory.checkpoints import LEAST_APART, MOST_REGULAR, checkpoint_places
 from stoker_worker.memory.eviction import CHECKPOINT_SHARE
+from stoker_worker.memory.lookup import AgentBlocks, BlockLookup, find_prefix
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import LoadedModel
 from stoker_worker.ports.cache_spec import ArraySpec, LayerKind, LayerSpec, ModelCacheSpec
@@ -245,6 +247,28 @@ def test_a_damaged_checkpoint_is_a_miss_with_a_name_and_is_written_again(
     assert Agent(store, "third", model).cached(prompt(3)) == 600
     ticks(store)
     assert problems_of(store) == []
+
+
+def test_a_checkpoint_that_is_replaced_during_a_lookup_stays_and_a_damaged_block_is_named_once(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    path_of, chain = store.parts.blocks.path_of, BlockChain(MODEL.fingerprint, None, prompt(2))
+    Agent(store, "first", MODEL, system_tokens=600).say(prompt(1))
+    (path,) = checkpoint_files(tmp_path)
+    before = path.read_bytes()
+    Agent(store, "other", MODEL, system_tokens=605).say((*SYSTEM[:590], *ids(100, seed=3)))
+    after = path.read_bytes()
+    path.write_bytes(before)
+    lookup = BlockLookup(chain, len(chain.token_ids) - 1, SPEC, AgentBlocks(), path_of, 1)
+
+    def replacing() -> None:
+        path.write_bytes(after)
+
+    found = find_prefix(replace(lookup, before_each=replacing))
+    assert (found.cache.n_tokens, found.faults) == (N, ())
+    path.write_bytes(before)
+    DAMAGES["data"](chain.paths(path_of)[1])
+    found = find_prefix(lookup)
+    assert (found.cache.n_tokens, [one.kind for one in found.faults]) == (256, ["block"])
 
 
 def test_the_index_of_checkpoints_is_made_anew_from_conversations(any_team: Team, tmp_path: Path) -> None:

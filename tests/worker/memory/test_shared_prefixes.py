@@ -1,7 +1,9 @@
 """Jobs without an agent: the common beginnings of their prompts are cached, and nothing else of them is on disk."""
 
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.worker.memory.agents import (
@@ -18,6 +20,7 @@ from tests.worker.memory.agents import (
 )
 
 from stoker_worker.memory import eviction, lookup
+from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.memory.lookup import BlockLookup, FoundOnDisk, SharedPrefixes
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import Restored, SequenceCache
@@ -128,6 +131,25 @@ def test_blocks_stay_while_a_job_is_being_restored_from_them(
         assert cached(store.restore((*COMMON[:512], 1), agent=None, model=MODEL, salt=None)) == 512
     remove(store, "evict")
     assert files_below(tmp_path / "blocks") == []
+
+
+def test_a_job_that_begins_while_an_agent_is_being_forgotten_finds_its_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path)
+    Agent(store, "a").say(COMMON)
+    commit, chain = store.parts.database.commit, BlockChain(MODEL.fingerprint, None, COMMON)
+    with ExitStack() as until_the_end:
+
+        def then_a_job_begins(change: Any) -> Any:
+            done = commit(change)
+            until_the_end.enter_context(store.parts.holds.using(None, chain.addresses))
+            return done
+
+        with monkeypatch.context() as patched:
+            patched.setattr(store.parts.database, "commit", then_a_job_begins)
+            remove(store, "forget")
+        assert len(files_below(tmp_path / "blocks")) == 2
 
 
 def remove(store: AgentCacheStore, how: str) -> None:

@@ -462,6 +462,24 @@ def test_an_agent_that_is_damaged_here_is_mended_from_there_and_waits_while_that
     assert not problems_of(one.store)
 
 
+def test_an_agent_that_is_damaged_here_and_forgotten_elsewhere_is_forgotten(
+    machine: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = machine("one"), machine("two")
+    one.agent().say(LONG[:100])
+    one.store.parts.database.commit(lambda c: c.execute("UPDATE turns SET about = '{}'"))
+    newest = one.versions.newest
+
+    def list_too_early(*args: Any) -> int:
+        monkeypatch.undo()
+        number = newest(*args)
+        two.run("forget")
+        return number
+
+    monkeypatch.setattr(one.versions, "newest", list_too_early)
+    assert (one.store.open_agent("agent").number, one.store.open_agent("agent").transcript) == (2, None)
+
+
 def test_an_agent_that_a_command_brings_in_at_the_same_time_fails_no_look(
     machine: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from tests.worker.memory.replica.sharing import BOTH, Machine, Share
 from stoker_shared.errors import StoreUnusable
 from stoker_worker.cli.main import main
 from stoker_worker.memory.replica import caches
-from stoker_worker.memory.replica.bucket import Bucket
+from stoker_worker.memory.replica.bucket import Bucket, Stored
 from stoker_worker.memory.replica.collecting import collect_there
 
 pytestmark = pytest.mark.slow
@@ -124,6 +124,25 @@ def test_a_clock_that_is_days_ahead_makes_nothing_old(
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + 9 * DAY_S)
     assert collect_there(Bucket(share.url)).files == 0
+
+
+def test_what_is_used_while_the_lists_are_read_stays(
+    share: Share, written: Machine, machine: Callable[..., Machine]
+) -> None:
+    bucket = Bucket(share.url)
+    lists_by_age(share)
+    listed = bucket.listed
+
+    def list_and_work(folder: str, limit_s: float | None = None, **more: str | None) -> list[Stored]:
+        found = listed(folder, limit_s, **more)
+        if folder == "caches" and written.agent("a").open().number == 1:
+            written.agent("a").say((*ids(900), 1))
+            written.write_behind()
+        return found
+
+    bucket.listed = list_and_work  # type: ignore[method-assign]
+    assert collect_there(bucket, unused_s=25 * DAY_S).agents == 0
+    assert machine("two").agent("a").cached((*ids(900), 1, 2)) == 901
 
 
 def test_a_cache_that_was_removed_is_written_again_when_its_agent_is_back(
