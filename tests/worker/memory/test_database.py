@@ -295,6 +295,7 @@ def test_two_that_write_wait_for_each_other_and_see_each_others_changes(tmp_path
 def test_every_connection_has_the_settings_that_durability_needs(tmp_path: Path) -> None:
     create_database(tmp_path, Disk())
     wanted = {"synchronous": 2, "fullfsync": 1, "checkpoint_fullfsync": 1, "cell_size_check": 1, "journal_mode": "wal"}
+    wanted |= {"trusted_schema": 0, "wal_autocheckpoint": 4000, "journal_size_limit": 16 << 20, "busy_timeout": 30_000}
     with closing(connect(tmp_path / "agents.db")) as connection:
         assert {name: connection.execute(f"PRAGMA {name}").fetchone()[0] for name in wanted} == wanted
         assert connection.execute("PRAGMA mmap_size").fetchall() in ([(0,)], [])  # none where SQLite has none
