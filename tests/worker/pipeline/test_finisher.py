@@ -170,6 +170,17 @@ def test_one_job_that_cannot_be_given_back_stops_no_other(
         scene.finish()
     assert scene.queue.given_back == ["job-b", "job-a"]
     assert "2 jobs given back" in caplog.messages
+    assert scene.queue.in_flight() == ()  # recovery finds the odd one
+
+
+def test_a_deposed_worker_does_not_report_jobs_as_given_back(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    for agent_id in "ab":
+        scene.finisher.put(loaded_job(scene.queue, agent_id), TO_GIVE_BACK)
+    scene.queue.take_over()
+    with caplog.at_level(logging.INFO):
+        scene.finish()
+    assert "jobs given back" not in caplog.text
+    assert "2 jobs not given back" in caplog.text
 
 
 @pytest.mark.parametrize(("n_running", "losses"), [(1, [(1, 1)]), (2, [(1, 0)] * 2)])

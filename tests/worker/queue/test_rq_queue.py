@@ -97,7 +97,9 @@ def test_an_interrupted_claim_is_recovered_and_costs_no_attempt(connection, prod
     assert not connection.hexists(f"rq:job:{ids[1]}", FIELD_ATTEMPTS)
 
 
-def test_no_job_is_claimed_once_the_workers_are_suspended_which_is_known(queue, connection, submit, monkeypatch):
+def test_no_job_is_claimed_once_the_workers_are_suspended_which_is_known(
+    queue, connection, submit, monkeypatch, caplog
+):
     """`rq suspend` may come between the worker's own look and its claim."""
     [waits] = submit("a")
     claimer = queue._claim_order.claimers["generate"]
@@ -110,11 +112,15 @@ def test_no_job_is_claimed_once_the_workers_are_suspended_which_is_known(queue, 
     with monkeypatch.context() as late:
         late.setattr(claimer, "claim", suspend_and_claim)
         assert (claim(queue), queue.is_suspended()) == ([], False)
-    assert (claim(queue), queue.is_suspended()) == ([], True)
+    for _ in range(2):
+        assert (claim(queue), queue.is_suspended()) == ([], True)
     assert connection.lrange("rq:queue:generate", 0, -1) == [waits.encode()]
     resume(connection)
     assert [job.job_id for job in claim(queue)] == [waits]
     assert not queue.is_suspended()
+    began, ended = [line for line in caplog.messages if "suspended" in line]
+    assert began.startswith("suspended (rq suspend)")
+    assert ended.startswith("no longer suspended")
 
 
 @pytest.mark.parametrize("reason", ["suspended", "a lost job runs alone"])
@@ -185,6 +191,23 @@ def test_a_stop_of_another_workers_job_is_not_kept_for_later(producer, queue):
     queue._registration.in_flight.ask_to_stop(job_id)
     (_job,) = claim(queue)
     assert queue.withdrawn({}) == []
+
+
+@pytest.mark.parametrize("how", ["cancel", "delete"])
+def test_a_job_withdrawn_during_its_refusal_holds_up_no_claim(connection, producer, plain, queue, monkeypatch, how):
+    plain.enqueue("os.getcwd", job_id="odd")
+    (job_id,) = submit(producer, "a")
+    real = queue._job_finish.fail
+
+    def withdrawn_first(run, error):
+        getattr(Job.fetch("odd", connection, JSONSerializer), how)()
+        real(run, error)
+
+    monkeypatch.setattr(queue._job_finish, "fail", withdrawn_first)
+    assert [job.job_id for job in claim(queue)] == [job_id]
+    assert places(connection, "odd") == (["canceled"] if how == "cancel" else [])
+    assert not list(connection.scan_iter("rq:execution*:odd*"))
+    assert [job.job_id for job in queue.in_flight()] == [job_id]
 
 
 def test_an_error_of_many_lines_reaches_the_producer_with_its_kind(producer, queue):
