@@ -261,7 +261,9 @@ def test_a_producers_note_of_another_agent_is_corrected_when_the_job_is_claimed(
     submit("a")
     running = claim(queue)
     wrong, behind = submit("a", "b")
-    connection.hset(f"rq:job:{wrong}", FIELD_AGENT, "somebody else")
+    note = connection.hget(f"rq:job:{wrong}", FIELD_AGENT)
+    assert note.endswith(b" a")
+    connection.hset(f"rq:job:{wrong}", FIELD_AGENT, note[:-1] + b"somebody else")
     assert ids(claim(queue)) == [behind]
     for _ in range(3):
         assert claim(queue) == []

@@ -139,6 +139,14 @@ def test_an_id_enqueued_again_for_another_agent_waits_behind_that_agents_jobs(co
     assert claim(claimer) == [again]
 
 
+def test_requests_are_not_read_if_the_producer_stored_the_agent_in_the_hash(connection, claimer, submit):
+    agents = "a", "\u00fc \U0001f642/.."
+    for job_id in submit(*agents):
+        connection.hset(f"rq:job:{job_id}", "data", b"nobody can read this")
+    claim(claimer, limit=0)
+    assert claimer.waiting.lines.agents() == frozenset(agents)
+
+
 def test_no_more_than_one_large_request_is_read_at_once(connection, claimer, monkeypatch):
     monkeypatch.setattr("stoker_worker.queue.waiting._READING", (*_READING[:3], 1000, *_READING[4:]))
     names = [f"large {n}" for n in range(6)] + [f"small {n}" for n in range(40)]
