@@ -150,6 +150,14 @@ def test_a_key_that_is_no_stream_affects_only_its_own_reader(connection, produce
     assert connection.get(f"stoker:stream:{bad}") == b"text"
 
 
+def test_a_deleted_stream_begins_again_with_the_whole_text(connection, queue, job):
+    tell(queue, job, "one")
+    connection.delete(f"stoker:stream:{job.job_id}")
+    tell(queue, job, "one two")
+    tell(queue, job, "one two")
+    assert entries(connection, job) == [("whole", "one two")]
+
+
 def test_a_job_that_is_given_back_has_no_end_in_its_stream(connection, queue, job):
     tell(queue, job, "one")
     give_back([job], counts_as_attempt=False)
