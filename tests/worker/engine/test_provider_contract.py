@@ -10,6 +10,7 @@ from stoker_shared.errors import BlockPoolTooSmall, ModelNotLoadable
 from stoker_worker.engine.provider import MlxProvider
 from stoker_worker.engine.scripted import ScriptedProvider
 from stoker_worker.ports import GenerationWork
+from stoker_worker.ports.model import Batching
 from stoker_worker.settings import read_settings
 
 
@@ -110,10 +111,15 @@ def test_a_thread_may_be_left_after_a_load_that_failed(tmp_path):
 
 
 @pytest.mark.mlx
-@pytest.mark.parametrize("wired_memory", [False, True])
-def test_memory_is_wired_only_when_it_is_asked_for(tmp_path, monkeypatch, wired_memory):
+@pytest.mark.parametrize(("wired_memory", "in_rows"), [(False, False), (True, True)])
+def test_memory_is_wired_only_when_it_is_asked_for(tmp_path, monkeypatch, wired_memory, in_rows):
+    """Also by mlx-lm's own batch, which would wire it."""
     import mlx.core as mx
 
+    from stoker_worker.engine import proof
+
+    if not in_rows:
+        monkeypatch.setattr(proof, "why_not_in_rows", lambda model, spec: "not today")
     info, limits = mx.device_info(), []
     monkeypatch.setattr(mx, "device_info", lambda: info | {"max_recommended_working_set_size": 1000})
     monkeypatch.setattr(mx, "set_wired_limit", limits.append)
@@ -123,6 +129,8 @@ def test_memory_is_wired_only_when_it_is_asked_for(tmp_path, monkeypatch, wired_
         while engine.in_flight:
             engine.step()
         engine.close()
+        return model.mode.batching
 
-    on_a_thread(mlx_provider(tmp_path, wired_memory=wired_memory), use)
+    batching = on_a_thread(mlx_provider(tmp_path, wired_memory=wired_memory), use)
+    assert batching == (Batching.ROWS if in_rows else Batching.BATCHED)
     assert limits == [1000] * wired_memory
