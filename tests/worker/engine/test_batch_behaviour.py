@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from tests.support.real_model import behind_the_likeliest
-from tests.worker.engine.layouts import Layout, breaks_at, prefix_of, random_ids, run, work
+from tests.worker.engine.layouts import Layout, assert_right, breaks_at, prefix_of, random_ids, run, work
 from tests.worker.engine.reading import STAGES, read_along
 
 from stoker_shared import build_request
@@ -32,6 +32,20 @@ def llama():
 
 def works_of(rng, *shapes, **fields):
     return [work(random_ids(rng, n), max_tokens, **fields) for n, max_tokens in shapes]
+
+
+# --- slots ---
+
+
+def test_a_waiting_sequence_joins_in_the_step_that_frees_a_slot():
+    layout = Layout("llama", eos=False)
+    engine = layout.engine(max_batch=2)
+    in_batch: list[set[int]] = []
+    works = works_of(random.Random(9), (20, 6), (20, 30), (20, 8))
+    done = run(engine, works, lambda: in_batch.append({one.uid for one in engine._scheduler.in_batch()}))
+    assert max(map(len, in_batch)) == 2
+    assert next(uids for uids in in_batch if 0 not in uids) == {1, 2}
+    assert_right(layout, works, done)
 
 
 # --- memory ---

@@ -1,10 +1,14 @@
-"""The engine's pure policies: the cost of a batch, its width, and the prefill of a step."""
+"""The engine's pure policies: the cost of a batch, its width, the prefill of a step, and who waits."""
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker_worker.engine.kv_memory import KVCost
+from stoker_worker.engine.scheduler import WaitingSequences
 from stoker_worker.engine.step_limits import BatchWidth, PrefillBudget
 from stoker_worker.ports.cache_spec import ArraySpec, LayerKind, LayerSpec, ModelCacheSpec
 
@@ -76,6 +80,24 @@ def test_half_as_many_run_after_a_failed_step_and_all_again_after_quiet_steps_tw
             go_well(width, 256)
 
 
+def test_quiet_steps_of_fewer_sequences_do_not_show_that_a_width_works():
+    width = BatchWidth(8)
+    for quiet in (64, 128, 256):
+        width.broke(8)
+        go_well(width, quiet, n_sequences=2)
+        assert width.now == 8
+        go_well(width, 1000, n_sequences=2)
+
+
+def test_a_sequence_that_fails_alone_clears_the_width_of_blame():
+    width = BatchWidth(8)
+    for n in (8, 4, 2, 1, 1):
+        width.broke(n)
+    width.blame_one()
+    go_well(width, 3 * 64)
+    assert width.now == 8
+
+
 # --- prefill budget ---
 
 
@@ -123,3 +145,14 @@ def test_chunks_follow_the_machine_and_stay_within_their_bounds():
     assert fast[:4] == [64, 256, 1024, 1024]
     slow, _ = simulate(decoding=0, wanting=1, token_s=1.0)
     assert slow[-1] == 16
+
+
+# --- waiting sequences ---
+
+
+def test_sequences_run_in_the_order_they_were_submitted_also_after_a_preemption():
+    waiting: Any = WaitingSequences()
+    for uid in (3, 1, 2):
+        waiting.add(SimpleNamespace(uid=uid))
+    assert [waiting.take(lambda one: True).uid for _ in range(3)] == [1, 2, 3]
+    assert waiting.take(lambda one: True) is None
