@@ -25,6 +25,11 @@ def test_a_repetition_that_reaches_its_own_end_goes_round():
     assert lookup.draft(7) == [5, 6, 7, 5, 6, 7, 5]
 
 
+def test_the_newest_of_several_earlier_copies_is_followed():
+    lookup = lookup_of(*WORDS, 1, *WORDS[:10], 2, 3, *WORDS[:8])
+    assert lookup.draft(4) == [WORDS[8], WORDS[9], 2, 3]
+
+
 def test_text_without_repetition_and_a_short_repetition_get_no_draft():
     rng = random.Random(1)
     lookup = lookup_of()
@@ -45,3 +50,12 @@ def test_a_row_whose_drafts_are_wrong_must_repeat_itself_for_longer_and_a_right_
     for token in (1, *again):
         lookup.add(token)
     assert lookup.is_repeating
+
+
+def test_tokens_that_it_has_seen_are_not_taken_in_twice():
+    tokens = [*WORDS, 1, *WORDS[:8]]
+    lookup = lookup_of(*tokens)
+    lookup.add(WORDS[8])  # its next token, before it is in the row's cache
+    lookup.follow(tokens)
+    lookup.follow([*tokens, WORDS[8], WORDS[9]])
+    assert lookup.draft(99) == WORDS[10:]  # the ten tokens that are repeated, and no more

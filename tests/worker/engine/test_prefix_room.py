@@ -2,12 +2,14 @@
 
 import random
 import threading
+import time
 from typing import Any
 
 import pytest
 from tests.worker.engine.layouts import Layout, finish, random_ids, run, work
 
 from stoker_worker.ports import SequenceCache
+from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
 from stoker_worker.ports.model import Batching
 
 pytestmark = [pytest.mark.mlx]
@@ -73,6 +75,20 @@ def test_a_sequence_decodes_and_ends_in_the_memory_that_it_was_restored_into(
     assert addresses(done.cache.layers) == before
     for ours, theirs in zip(first.cache.layers, done.cache.layers, strict=True):
         assert all(a[:, :300].tobytes() == b[:, :300].tobytes() for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(("n_tokens", "n_pauses"), [(256, 1), (4096, 20)])
+def test_other_threads_get_the_interpreter_while_memory_is_made(
+    monkeypatch: pytest.MonkeyPatch, n_tokens: int, n_pauses: int
+) -> None:
+    """Not for each small array: the pauses took longer than all else of a short restore."""
+    from stoker_worker.engine.transfer import MlxRoom
+
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    layer = LayerSpec(LayerKind.FULL, n_kv_heads=2, key_dim=64, value_dim=64)
+    MlxRoom(ModelCacheSpec((layer,) * 20, "float32"), n_tokens, 0)
+    assert len(pauses) == n_pauses
 
 
 def test_memory_that_is_in_use_elsewhere_fails_one_sequence_and_no_other(layout: Layout) -> None:
