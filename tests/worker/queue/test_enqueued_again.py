@@ -1,10 +1,11 @@
 """An id is enqueued again while its job runs: a repeated delivery changes nothing, a new one waits for its turn."""
 
+import json
 from datetime import timedelta
 from typing import Any
 
 import pytest
-from rq.job import Job, JobStatus
+from rq.job import Dependency, Job, JobStatus
 from rq.queue import Queue
 from rq.serializers import JSONSerializer
 from tests.worker.queue.ends import drop, fail, finish, stop
@@ -173,6 +174,41 @@ def test_an_id_enqueued_again_right_after_its_end_is_not_dropped(connection, que
     assert new.request.prompt == "new"
     finish(new, RESULT)
     assert results(connection, "job") == [RESULT, RESULT]
+
+
+@pytest.mark.parametrize("created_at", [None, "2026-01-01T00:00:00.000000Z"])
+def test_an_id_that_is_used_again_for_another_request_is_another_delivery(connection, queue, created_at):
+    """Else the agent's history would answer it. As the README's commands enqueue: without a time, or with one time."""
+    found = []
+    for prompt in ("one", "two", "two"):
+        data = json.dumps([TASK_PATH, None, [], {"request": {"agent_id": "a", "prompt": prompt}}])
+        times = {"created_at": created_at} if created_at else {}
+        connection.delete("rq:job:job")
+        connection.hset("rq:job:job", mapping={"status": "queued", "origin": "generate", "data": data, **times})
+        connection.rpush("rq:queue:generate", "job")
+        (job,) = claim(queue)
+        found.append(job.delivery)
+        finish(job, RESULT)
+    assert found[0] != found[1] == found[2]
+
+
+@pytest.mark.parametrize("first", ["parent", "child"])
+def test_an_id_that_waited_for_a_parent_and_is_used_anew_runs_once_and_does_not_hold_up_its_parent(
+    connection, plain, queue, enqueue, first
+):
+    enqueue("parent")
+    old = {"request": {"agent_id": "b", "prompt": "old"}}
+    waits_for = Dependency(jobs=["parent"], allow_failure=True)
+    plain.enqueue_call(TASK_PATH, kwargs=old, job_id="child", timeout=60, depends_on=waits_for)
+    enqueue("child", "b", "new")
+    jobs = {job.job_id: job for job in claim(queue)}
+    assert jobs["child"].request.prompt == "new"
+    assert places(connection, "child") == ["wip"]
+    for job_id in sorted(jobs, key=lambda job_id: job_id != first):
+        finish(jobs[job_id], RESULT)
+    assert claims_nothing(queue)
+    assert places(connection, "parent") == places(connection, "child") == ["finished"]
+    assert results(connection, "child") == [RESULT]
 
 
 @pytest.mark.parametrize("same", [True, False])
