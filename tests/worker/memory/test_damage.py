@@ -174,6 +174,9 @@ def unreadable(agent: Agent, tmp_path: Path) -> tuple[str, AgentVersion]:
 
 def expect_full_goes_on(agent: Agent, tmp_path: Path, usable: AgentVersion) -> None:
     """A turn that brings its whole conversation is saved above every version there was, and all is well again."""
+    restored = agent.restore(LONG[:720], usable)
+    assert restored.prefix is not None  # the prompt's full blocks still serve
+    assert (restored.prefix.n_tokens, restored.miss_reason) == (512, "transcript_unreadable")
     agent.say(LONG[:720], (5,), usable)
     agent.store = reopen(agent.store, tmp_path)
     version = agent.open()
