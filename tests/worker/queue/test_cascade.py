@@ -95,6 +95,10 @@ def test_the_last_model_s_answer_is_the_result(connection, queue, plain, join):
     finish(job, answer("no", "large"))
     assert [attempt.accepted for attempt in attempts_of(connection)] == [False, False]
     assert Job.fetch("job", connection, JSONSerializer).return_value()["text"] == "no"
+    enqueue(plain, "dear", max_cost_s=1e-9)
+    [dear] = claim(queue)
+    finish(dear, REJECTED)
+    assert [attempt.accepted for attempt in attempts_of(connection, "dear")] == [False]  # the next one costs too much
 
 
 def test_a_job_that_is_too_long_for_one_model_goes_on_and_other_errors_fail_it(connection, queue, plain, join):

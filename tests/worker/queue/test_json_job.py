@@ -6,11 +6,18 @@ import tracemalloc
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from redis import Redis
 
-from stoker_shared.errors import InvalidRequest, PayloadRefused, RequestError, RequestTooLarge
+from stoker_shared.errors import (
+    InvalidRequest,
+    PayloadRefused,
+    RequestError,
+    RequestTooLarge,
+    RequestVersionTooNew,
+)
 from stoker_shared.wire import AGENT_TASK_PATH, MAX_REQUEST_BYTES, TASK_PATH
 from stoker_worker.ports import UNUSED, MemoryUse
 from stoker_worker.queue.json_job import JsonJob
@@ -43,6 +50,20 @@ def test_a_job_about_an_agent_is_read_as_such_and_uses_its_agents_memory(action,
     assert use_in(data) == MemoryUse(access, "a")
     with pytest.raises(InvalidRequest):
         restored(payload(kwargs={"request": {"agent_id": "a", "action": action}})).read_request()
+
+
+def test_a_job_about_an_agent_is_refused_with_its_fault():
+    faults: tuple[tuple[dict[str, Any], type[RequestError], str], ...] = (
+        ({"action": "fork"}, InvalidRequest, "'fork' needs a 'target'"),
+        ({"action": "delete"}, InvalidRequest, "action"),
+        ({"action": "info", "prompt": "x"}, InvalidRequest, "prompt"),
+        ({"action": "info", "expect_version": 1}, InvalidRequest, "'info' changes nothing"),
+        ({"action": "forget", "version": 1}, InvalidRequest, "no other action takes one"),
+        ({"action": "info", "v": 2}, RequestVersionTooNew, "v 2"),
+    )
+    for fields, error, words in faults:
+        with pytest.raises(error, match=words):
+            restored(payload(AGENT_TASK_PATH, kwargs={"request": {"agent_id": "a", **fields}})).read_request()
 
 
 @pytest.mark.parametrize("context", ["full", "append"])
