@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from urllib.request import urlopen
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.end_to_end.test_exactly_once import as_if_the_worker_died_after_saving
@@ -76,3 +77,13 @@ def test_metrics_are_the_sums_of_the_results_over_a_kill(producer, redis_url, co
     assert both["stoker_job_errors_total", "EngineFailed"] == 1
     assert after["stoker_jobs_recovered_total",] == 3
     assert after["stoker_step_tokens_total",] == 2 * 300  # what was answered from the history was not generated again
+
+
+def test_a_worker_is_not_ready_while_a_step_hangs(producer, redis_url, store):
+    slow = ("--scripted-steps-per-s", "0.5", "--stuck-after-s", "0.2", "--grace-s", "0")
+    with running_worker(redis_url, store, *OPTIONS, *slow) as worker:
+        worker.wait_until_ready()
+        page = f"{url_of(worker)}readyz"
+        assert httpx.get(page).status_code == 200
+        producer.submit(prompt="x", max_tokens=5)
+        worker.wait_for(lambda: httpx.get(page).text.startswith("the engine has been in one step"))

@@ -139,6 +139,21 @@ def test_a_second_stop_gives_running_jobs_back_in_order_at_once(producer, redis_
     assert all(Job.fetch(ticket.job_id, connection, JSONSerializer).get_status() == "queued" for ticket in tickets)
 
 
+def test_agents_share_no_cache_and_ram_keeps_none_where_it_is_so_asked_for_and_a_prompt_comes_back(
+    producer, redis_url, store
+):
+    brief = "You are one of many agents. " * 40
+    with running_worker(redis_url, store, "--no-share-prefixes", "--memory-max-bytes", "0"):
+        first, other = (producer.submit(agent_id=one, prompt=brief, max_tokens=4).result(timeout_s=30) for one in "ab")
+        more = {"context": "append", "max_tokens": 4, "return_prompt": True}
+        again = producer.submit(agent_id="a", prompt="and?", **more).result(timeout_s=30)
+    assert [result.usage.cached_tokens for result in (first, other)] == [0, 0]
+    assert again.cache.source == "disk"
+    assert again.usage.cached_tokens == first.usage.prompt_tokens + first.usage.completion_tokens
+    assert (again.prompt.text[: len(brief)], again.prompt.text[-4:]) == (brief, "and?")
+    assert len(again.prompt.token_ids) == again.usage.prompt_tokens
+
+
 BAD_PAYLOADS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown field": ({"prompt": "x", "colour": "red"}, "InvalidRequest: colour"),
     "zero max_tokens": ({"prompt": "x", "max_tokens": 0}, "InvalidRequest: .*'max_tokens' 0"),
