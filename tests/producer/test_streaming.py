@@ -5,7 +5,7 @@ import threading
 import pytest
 from redis import Redis
 
-from stoker import JobFailed, JobNotFound, Restarted, ResultTimeout, TextChunk
+from stoker import JobCanceled, JobFailed, JobNotFound, Restarted, ResultTimeout, TextChunk
 from stoker.operations import run
 from stoker.streaming import StreamReader
 from stoker_shared.answer_parts import Edge, Markers
@@ -114,3 +114,12 @@ def test_a_job_that_fails_raises_where_its_text_ends(worker, ticket, say):
     with pytest.raises(JobFailed) as failed:
         list(reading)
     assert failed.value.partial_text == "so far"
+
+
+def test_the_stream_of_a_job_that_is_canceled_ends(ticket, say):
+    say("1", "whole", "so f")
+    reading = ticket.stream(timeout_s=30)
+    assert next(reading) == TextChunk("so f")
+    assert ticket.cancel()
+    with pytest.raises(JobCanceled):
+        list(reading)

@@ -140,9 +140,17 @@ def test_a_stream_that_finds_no_place_is_sent_at_its_end(serve, hand, monkeypatc
     first = Reading(client, hand)
     hand.say(first.job_id, "1", "whole", "A")
     first.wait_for(content="A")
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in ask(client, "say x", stream=True)) == "x"
+    second = Reading(client, hand)
+    wait_for(lambda: len(hand.waiting()) == 2, 20)
+    job_id = hand.waiting()[-1]  # the second one
+    hand.say(job_id, "1", "whole", "B")
+    time.sleep(0.3)
+    assert second.joined("content") == ""
+    hand.finish(job_id, text="B")
     hand.finish(first.job_id, text="A")
-    first.to_its_end()
+    for reading in (first, second):
+        reading.to_its_end()
+    assert (first.joined("content"), second.joined("content")) == ("A", "B")
 
 
 def test_thinking_and_text_are_streamed_as_they_come_and_calls_at_the_end(client, hand):
