@@ -15,6 +15,7 @@ import stoker.operations
 import stoker.producer
 import stoker.waiting
 from stoker import JobCanceled, JobFailed, JobNotFound, Producer, ResultTimeout
+from stoker.job_record import JobRecord
 
 REQUEST = {"agent_id": "a", "prompt": "x"}
 
@@ -113,6 +114,20 @@ def test_of_more_jobs_than_are_blocked_on_those_that_end_out_of_order_are_found(
     assert next(coming, None) is None
 
 
+def test_the_ends_of_a_slow_consumers_jobs_are_read_together(producer, worker, monkeypatch):
+    monkeypatch.setattr(stoker.waiting, "_CHECK_EVERY_S", 0.0)
+    tickets = submitted(producer, 60)
+    coming = producer.as_completed(tickets, timeout_s=20)
+    worker.finish(tickets[0].job_id)
+    assert next(coming) is tickets[0]  # now the wait includes all of them
+    for ticket in tickets[1:]:
+        worker.finish(ticket.job_id)
+    asked: list[object] = []
+    monkeypatch.setattr(JobRecord, "whole", lambda *args: asked.append(args))
+    assert set(coming) == set(tickets[1:])
+    assert not asked
+
+
 # --- on a real server ---
 
 
@@ -148,6 +163,18 @@ def test_a_result_costs_at_most_three_commands(redis_url, server, fresh, monkeyp
                 seen.release()
             playing.result()
         assert commands_but(server, *ours) - before <= 1200
+
+
+@pytest.mark.server
+def test_results_that_are_there_already_cost_little_more_than_one_command_each(redis_url, server, monkeypatch):
+    monkeypatch.setattr(stoker.waiting, "_CHECK_EVERY_S", 3600.0)
+    with Producer(redis_url) as producer:
+        tickets = submitted(producer, 400)
+        for ticket in tickets:
+            end(server, ticket.job_id, ticket.job_id)
+        before = commands_but(server, "info")
+        assert [result.text for result in producer.results(tickets)] == [ticket.job_id for ticket in tickets]
+        assert commands_but(server, "info") - before < 440
 
 
 @pytest.mark.slow
