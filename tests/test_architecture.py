@@ -78,7 +78,7 @@ LAYERS = {
 
 NEED_NO_MLX = {
     *("stoker_worker.engine.kv_memory", "stoker_worker.engine.scripted", "stoker_worker.engine.text"),
-    "stoker_worker.models.tokenizer",
+    *(f"stoker_worker.models.{name}" for name in ("blas", "fingerprint", "gguf", "loading", "tokenizer")),
 }
 """These are tested without MLX, though their docstrings do not call them pure."""
 

@@ -120,8 +120,11 @@ def test_a_model_mlx_lm_cannot_load_is_reported_in_one_line_and_none_of_its_code
         ({"text_config": None, "max_position_embeddings": True}, CONTEXT_FALLBACK_TOKENS),
     ],
 )
-def test_the_context_length_comes_from_the_config(config: dict[str, Any], tokens: int) -> None:
+def test_the_context_length_comes_from_the_config_and_one_that_is_assumed_is_named(
+    config: dict[str, Any], tokens: int, caplog: pytest.LogCaptureFixture
+) -> None:
     assert context_tokens(config) == tokens
+    assert (str(CONTEXT_FALLBACK_TOKENS) in caplog.text) == (tokens == CONTEXT_FALLBACK_TOKENS)
 
 
 @pytest.mark.mlx
