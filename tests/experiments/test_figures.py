@@ -90,6 +90,17 @@ def test_the_clock_ends_a_part_and_what_did_not_run_is_named(
     assert (tmp_path / "closed").exists(), "a part that is ended closes what it opened"
 
 
+@pytest.mark.parametrize("managed", ["Darwin"], indirect=True)
+def test_launchd_loads_the_unit_and_nothing_of_it_stays(managed: Managed, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Played: there is no launchd here."""
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    from machine_checks import launchd  # type: ignore[import-not-found]
+
+    assert launchd(managed.home)["equal"]
+    assert [call.split()[0] for call in managed.calls()] == ["bootstrap", "bootout"]
+    assert not list(managed.home.rglob("*.plist"))
+
+
 def test_every_part_has_its_function(kit: ModuleType) -> None:
     texts = {part: (EXPERIMENTS / f"{part.module}.py").read_text() for part in kit.PARTS}
     assert not [part.name for part, text in texts.items() if f"\ndef {part.function}(" not in text]
