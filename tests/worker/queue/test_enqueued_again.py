@@ -243,23 +243,6 @@ def test_the_id_of_a_scheduled_or_deferred_job_in_the_queue_does_not_run_it_twic
     assert [places(connection, job_id) for job_id in ("scheduled", "deferred")] == [["scheduled"], ["deferred"]]
 
 
-def test_an_id_that_waited_for_a_parent_and_was_used_again_is_not_started_by_its_parents_end(
-    connection, plain, queue, enqueue
-):
-    enqueue("parent")
-    plain.enqueue(TASK_PATH, request={"agent_id": "b", "prompt": "old"}, job_id="child", depends_on="parent")
-    assert places(connection, "child") == ["deferred"]
-    enqueue("child", agent="b", prompt="new")
-    parent, child = claim(queue)
-    assert child.request.prompt == "new"
-    finish(parent, RESULT)
-    assert places(connection, "child") == ["wip"]
-    finish(child, RESULT)
-    assert claims_nothing(queue)
-    assert results(connection, "child") == [RESULT]
-    assert nothing_is_left(connection, "child")
-
-
 @pytest.mark.parametrize("first", ["finished", "failed", "canceled", "scheduled"])
 @pytest.mark.parametrize("other_queue", [False, True])
 def test_an_id_leaves_the_registry_of_its_previous_job(redis_url, connection, plain, first, other_queue):
