@@ -169,7 +169,7 @@ def test_a_jobs_page_shows_what_the_job_is_at(page, producer, connection):
     assert facts(page(f"/0/view/job/{waiting}")) == {"State": "queued, 1 ahead of it", "Agent": "none"}
     connection.delete("stoker:worker:stoker-mac", "stoker:holder:stoker-mac", "stoker:lease:generate")
     left = facts(page(f"/0/view/job/{running}"))
-    assert "goes back to its queue" in left.pop("DEAD")
+    assert "puts the job back" in left.pop("DEAD")
     assert left == shown
     assert "no worker listens" in facts(page(f"/0/view/job/{waiting}"))["State"]
 
