@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common import Json
-from source import is_older
+from source import is_of_another_script, is_older
 
 SECTIONS = ("Question", "Source", "Method", "Machine and versions", "Results", "Conclusion",
             "What it changed in the product", "Limits")  # fmt: skip
@@ -43,7 +43,7 @@ class Report:
 def written(text: str, content: Json, report: Report) -> str:
     """A report's text with its title and its parts anew."""
     _, newline, rest = text.partition("\n")
-    parts = {"machine": machine_line(content), "checks": _checks(content), **report.parts}
+    parts = {"machine": machine_line(content) + _of_which_script(content), "checks": _checks(content), **report.parts}
     return filled(f"{_title(content, report)}{newline}{rest}", parts)
 
 
@@ -76,9 +76,20 @@ def indexed(index: str, content: Json, number: str) -> str:
 def _title(content: Json, report: Report) -> str:
     device = content["machine"].get("device")
     where = {None: "without a model", "CPU": "on a CPU, not on Metal"}.get(device, f"on {device}")
-    if is_older(content["experiment"].removeprefix("EXP-"), content.get("source", {}).get("commit")):
+    if is_older(*_run(content)):
         where += "; older than its code"
     return f"# {content['experiment']}, {report.name}: {report.number} ({_met(content)} targets met; {where})"
+
+
+def _of_which_script(content: Json) -> str:
+    if not is_of_another_script(*_run(content)):
+        return ""
+    return " The script has changed since this run: sizes in the method may be newer than the tables."
+
+
+def _run(content: Json) -> tuple[str, str | None]:
+    """The experiment's number, and the commit of its run."""
+    return content["experiment"].removeprefix("EXP-"), content.get("source", {}).get("commit")
 
 
 def _met(content: Json) -> str:

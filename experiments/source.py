@@ -4,6 +4,7 @@ changed since. It asks git."""
 import ast
 import re
 import subprocess
+from collections.abc import Sequence
 
 from common import HERE, Json
 
@@ -29,11 +30,21 @@ def source() -> Json:
 
 
 def is_older(number: str, commit: str | None) -> bool:
-    """Whether the measured code has changed since a commit, in more than its words and form. Without a commit, or if a
-    rebase has removed it, that is the one with the results as they are, which is no older than the run."""
+    """Whether the measured code has changed since a commit."""
+    return _has_changed(number, commit, MEASURED[number])
+
+
+def is_of_another_script(number: str, commit: str | None) -> bool:
+    """Whether the experiment's own script has changed since a commit."""
+    return _has_changed(number, commit, (f"experiments/exp_{number}_*.py",))
+
+
+def _has_changed(number: str, commit: str | None, paths: Sequence[str]) -> bool:
+    """In more than words and form. Without a commit, or if a rebase has removed it, that is the one with the results as
+    they are, which is no older than the run."""
     since = commit if commit and _git("cat-file", "-e", commit) is not None else None
     since = since or _git("log", "-1", "--format=%H", "--", f"experiments/results/exp_{number}_results.json")
-    changed = since and _git("diff", "--name-only", "--no-renames", since, "HEAD", "--", *MEASURED[number])
+    changed = since and _git("diff", "--name-only", "--no-renames", since, "HEAD", "--", *paths)
     return any(_code(since, path) != _code("HEAD", path) for path in (changed or "").split())
 
 

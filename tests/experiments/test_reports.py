@@ -46,7 +46,7 @@ def test_every_report_has_the_same_sections_in_the_same_order(report: Path, monk
 
 def test_a_report_is_older_if_the_code_that_it_measures_has_changed_since(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXPERIMENTS))
-    from source import MEASURED, code, is_older  # type: ignore[import-not-found]
+    from source import MEASURED, code, is_of_another_script, is_older  # type: ignore[import-not-found]
 
     assert set(MEASURED) == {number(report) for report in REPORTS}
     assert all((EXPERIMENTS.parent / path).exists() for paths in MEASURED.values() for path in paths)
@@ -54,6 +54,8 @@ def test_a_report_is_older_if_the_code_that_it_measures_has_changed_since(monkey
     done = subprocess.run(log, cwd=EXPERIMENTS.parent, capture_output=True, text=True, check=True)
     newest, *_, first = done.stdout.split()
     assert (is_older("002", first), is_older("002", newest)) == (True, False)
+    assert is_of_another_script("002", first)
+    assert not is_of_another_script("002", "HEAD")
     assert code('"""Words."""\n\nx = 1\n') == code("x = 1  # others\n") != code("x = 2\n")
 
 
