@@ -165,6 +165,19 @@ def test_gathered_jobs_are_given_back_if_the_engine_breaks(running, monkeypatch)
     }
 
 
+def test_nothing_is_in_progress_once_the_engine_is_broken(running):
+    thread, engine, _ = running
+    thread.put(ready("a", has_next=False))
+    engine.ends.put([])
+    for _ in range(2):
+        engine.steps.get(timeout=TIMEOUT_S)
+    assert thread.progress().keys() == {"job-a"}
+    engine.step = None  # the next call breaks
+    engine.ends.put([])
+    thread.join(TIMEOUT_S)
+    assert thread.progress() == {}
+
+
 def test_a_job_cancelled_while_it_is_gathered_never_enters_the_engine(running, monkeypatch):
     monkeypatch.setattr(engine_thread, "_GATHER_S", 30)
     thread, engine, finisher = running

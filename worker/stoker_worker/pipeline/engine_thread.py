@@ -175,6 +175,7 @@ class EngineThread(threading.Thread):
         except BaseException as error:
             log.exception("the engine broke")
             self.error = error  # nothing more is claimed from here on
+            self._progress = {}
             self._finisher.abandon()
             for choices in self._jobs():
                 self._finisher.put(choices.job, GivenBack(counts_as_attempt=True))
