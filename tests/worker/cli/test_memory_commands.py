@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from tests.worker.cli.conftest import LONG, Command
 from tests.worker.memory.agents import ids, make_transcript, make_turn, using
 
+from stoker_worker.cli.main import main
 from stoker_worker.memory.admin import listing
 from stoker_worker.memory.agent_changes import forget_agent
 from stoker_worker.memory.store_parts import opened
@@ -173,6 +175,15 @@ def test_help_needs_none_of_the_workers_packages() -> None:
     )
     assert "stoker_worker.cli.memory_commands" in loaded
     assert not loaded & {"numpy", "rich", "xxhash", "mlx", "redis", "stoker_worker.memory"}
+
+
+def test_help_names_the_commands_that_need_a_stopped_worker(command: Command, two_agents: Path, tmp_path: Path) -> None:
+    command("backup", tmp_path / "backup")
+    commands = (("share", "file:///nowhere"), ("restore", tmp_path / "backup"), ("salvage",))
+    with using(two_agents):
+        refused = {name for name, *rest in commands if "in use by pid" in command(name, *rest, ok=False).output}
+    about = " ".join(CliRunner().invoke(main, ["memory", "--help"]).output.split())
+    assert set(about.partition("(except for ")[2].partition(")")[0].replace(" and", ",").split(", ")) == refused
 
 
 def test_ls_loads_nothing_that_takes_long(two_agents: Path) -> None:

@@ -421,7 +421,7 @@ def share(store: Path, as_json: bool, url: str) -> None:
     },
 )
 def memory() -> None:
-    """Inspect and tidy the agents' memory, also beside a running worker (except for restore and salvage)."""
+    """Inspect and tidy the agents' memory, also beside a running worker (except for share, restore and salvage)."""
 
 
 for _each in (ls, show, verify, gc, rm, fork, rollback, export, import_, share, backup, restore, salvage):
