@@ -158,6 +158,33 @@ def test_a_job_found_quarantined_at_its_start_beside_others_goes_back_and_waits(
     assert counted(connection, quarantined) == [2, 0]
 
 
+def test_no_other_job_starts_with_one_that_is_found_quarantined_at_its_start(connection, submit, opened):
+    queue = opened()
+    quarantined, other = submit("a", "b")
+    queue.claim(0, Busy())  # the jobs are read
+    connection.hset(f"rq:job:{quarantined}", FIELD_ATTEMPTS, 2)
+    running = claim(queue)
+    assert ids(running) == [other]
+    run(running)
+    assert ids(claim(queue)) == [quarantined]
+
+
+def test_jobs_that_go_back_at_their_start_keep_their_order(connection, submit, opened):
+    """Both write, and their producer has noted that they read."""
+    queue = opened()
+    wrong = submit("a", "a")
+    (reads,) = submit("a", cache="read")
+    for job_id in wrong:
+        note = connection.hget(f"rq:job:{job_id}", FIELD_AGENT)
+        assert note.endswith(b" write a")
+        connection.hset(f"rq:job:{job_id}", FIELD_AGENT, note.replace(b" write ", b" read "))
+    assert claim(queue) == []
+    for job_id in [*wrong, reads]:
+        (job,) = claim(queue)
+        assert job.job_id == job_id
+        finish(job, {})
+
+
 def test_the_first_losses_count_against_a_job_only_if_it_ran_alone(connection, submit, opened):
     first, second, alone = submit("a", "b", "c")
     for n in (1, 2):

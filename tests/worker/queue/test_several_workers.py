@@ -10,7 +10,7 @@ from tests.worker.queue.looking import is_ours, places
 from tests.worker.queue.members import TTL_S, claim, claim_within, die, ids, impatient, recovered, run
 
 from stoker_shared.errors import OwnershipLost
-from stoker_shared.wire import FENCE_KEY, LEASE_KEY, MEMBERS_KEY, TASK_PATH
+from stoker_shared.wire import FENCE_KEY, FIELD_ATTEMPTS, LEASE_KEY, MEMBERS_KEY, TASK_PATH
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -103,6 +103,17 @@ def test_an_id_that_runs_elsewhere_is_not_started_a_second_time(connection, plai
     assert second.request.prompt == "two"
     finish(second, {})
     assert Job.fetch("same", connection, JSONSerializer).get_status() == "finished"
+
+
+def test_no_job_waits_for_a_quarantined_one_whose_id_runs_elsewhere(connection, plain, join, submit, monkeypatch):
+    monkeypatch.setattr("stoker_worker.queue.claim._QUARANTINED_WAITS_S", 0)
+    a, b = join("a"), join("b")  # of the two, `a` stops for quarantined jobs
+    plain.enqueue(TASK_PATH, request={"prompt": "one"}, job_id="same")
+    connection.hset("rq:job:same", FIELD_ATTEMPTS, 2)
+    claim_within(b)
+    plain.enqueue(TASK_PATH, request={"prompt": "two"}, job_id="same")
+    waits = submit("x")
+    assert ids(claim(a)) == waits
 
 
 def test_a_worker_whose_lease_had_run_out_for_a_moment_is_seen_to_drain_all_the_same(connection, join):

@@ -367,14 +367,12 @@ class ClaimOrder:
         if limit > 0 and not self._in_flight and self._claim_quarantined(busy, claimed):
             return
         room = 0 if self._quarantined_comes_first(busy) else limit
-        elsewhere = (job_id for claimer in self.claimers.values() for job_id in claimer.elsewhere())
-        busy = replace(busy, job_ids=frozenset([*self._in_flight, *elsewhere]))
+        busy = replace(busy, job_ids=self._elsewhere().union(self._in_flight))
         for name, claimer in self.claimers.items():
             if len(claimed) < room:
                 ids = busy.job_ids.union(job.job_id for job in claimed)  # an id may be in two queues
                 beside = replace(busy, job_ids=ids).beside(job.memory_use for job in claimed)
-                for granted in claimer.claim(room - len(claimed), beside):
-                    self._start(name, granted, busy, claimed)
+                self._start(name, claimer.claim(room - len(claimed), beside), busy, claimed)
         self.has_unread = any(claimer.has_unread for claimer in self.claimers.values())
         self.knows_all = not self.has_unread
 
@@ -393,17 +391,17 @@ class ClaimOrder:
     def _claim_quarantined(self, busy: Busy, claimed: list[RqClaimedJob]) -> bool:
         """Claim a quarantined job of any queue; ``False``: there is none. Only while nothing is in flight, so that it
         delays nobody."""
-        alone = Busy(memory_is_away=busy.memory_is_away)
+        alone = Busy(job_ids=self._elsewhere(), memory_is_away=busy.memory_is_away)
         for name, claimer in self.claimers.items():
             if granted := claimer.claim_quarantined(alone):
-                self._start(name, granted[0], alone, claimed)
+                self._start(name, granted, alone, claimed, is_alone=True)
                 return True
         return False
 
     def _quarantined_comes_first(self, busy: Busy) -> bool:
         """True if a quarantined job has waited so long that nothing may start here before it. Of several workers on a
         queue, only one stops for it."""
-        alone = Busy(memory_is_away=busy.memory_is_away)
+        alone = Busy(job_ids=self._elsewhere(), memory_is_away=busy.memory_is_away)
         waits = [name for name, claimer in self.claimers.items() if claimer.next_quarantined(alone) is not None]
         if not waits:
             self._quarantined_since = None
@@ -414,18 +412,27 @@ class ClaimOrder:
             return False
         return not frozenset(waits).isdisjoint(self._members.duties())
 
-    def _start(self, name: str, granted: Granted, busy: Busy, claimed: list[RqClaimedJob]) -> None:
-        if (job := self.read(name, granted)) is None:
-            return
-        beside = busy.beside(other.memory_use for other in claimed)
-        is_misread = job.memory_use != granted.use
-        if is_misread or beside.bars(job.memory_use) or (job.is_quarantined and self._in_flight):
-            # The job has changed since it was read, or its producer's note is wrong. It waits until it may run.
-            self.claimers[name].view.correct(job.job_id, job.memory_use, quarantined=job.is_quarantined)
+    def _elsewhere(self) -> frozenset[str]:
+        return frozenset(job_id for claimer in self.claimers.values() for job_id in claimer.elsewhere())
+
+    def _start(
+        self, name: str, found: Sequence[Granted], busy: Busy, claimed: list[RqClaimedJob], *, is_alone: bool = False
+    ) -> None:
+        back: list[RqClaimedJob] = []
+        for granted in found:
+            if (job := self.read(name, granted)) is None:
+                continue
+            beside = busy.beside(other.memory_use for other in (*claimed, *back))
+            is_misread = job.memory_use != granted.use or (job.is_quarantined and not is_alone)
+            if is_misread or beside.bars(job.memory_use):
+                # The job has changed since it was read, or its producer's note is wrong. It waits until it may run.
+                self.claimers[name].view.correct(job.job_id, job.memory_use, quarantined=job.is_quarantined)
+                back.append(job)
+            else:
+                self._in_flight.add(job)
+                claimed.append(job)
+        for job in reversed(back):  # each goes to the very front
             job.give_back(counts_as_attempt=False)
-        else:
-            self._in_flight.add(job)
-            claimed.append(job)
 
     def read(self, queue_name: str, granted: Granted) -> RqClaimedJob | None:
         """The started job; ``None`` if it was refused. Raises `RedisError` if Redis is away: recovery finds the job."""

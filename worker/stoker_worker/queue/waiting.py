@@ -358,7 +358,7 @@ class FairQueue:
 
     def next_quarantined(self, busy: Busy) -> str | None:
         """The oldest quarantined job that may run beside what is busy, and waits for nothing but to be alone."""
-        lines, jobs = self.lines, map(self._jobs.__getitem__, self._quarantined)
+        lines, jobs = self.lines, map(self._jobs.__getitem__, self._quarantined - busy.job_ids)
         here = [job for job in jobs if job.line not in lines.aside and not busy.bars(job.use)]
         ready = [job for job in here if job.place < self._end() and lines.first_of(job.line) is job]
         return min(ready).job_id if ready else None
