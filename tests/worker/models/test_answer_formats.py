@@ -31,10 +31,10 @@ def test_a_call_between_thinking_and_text_is_read(form: AnswerFormat) -> None:
         text = f"to=self<|message|>Hm.<|eom|><|start|>assistant to=weather<|message|>{call_text(form)}"
     else:
         text = f"<think>\nHm.\n</think>\n\nI look.\n{call_text(form)}"
-    answer = answer_to(text, form, tools=[TOOL])
+    answer = answer_to(text, form, tools=[TOOL]).choice
     assert (answer.text, answer.reasoning, answer.finish_reason) == (text, "Hm.", "tool_calls")
     assert answer.content == ("" if form.first_state == "header" else "I look.")
-    (call,) = answer.tool_calls
+    (call,) = answer.tool_calls or []
     assert (call.function.name, json.loads(call.function.arguments)) == ("weather", ARGUMENTS)
     assert "São" in call.function.arguments
 
@@ -53,14 +53,15 @@ def test_cut_off_after_any_character_nothing_raises_and_nothing_is_lost(form: An
 
         parts = cut(text, form.markers(form.first_state, with_calls=True), take, form.tool_end)
         assert "".join(part.text for part in parts.found) == text
-        answer = answer_to(text, form, ended_by=ended_by, tools=[TOOL])
-        for call in answer.tool_calls:
+        answer = answer_to(text, form, ended_by=ended_by, tools=[TOOL]).choice
+        calls = answer.tool_calls or ()
+        for call in calls:
             assert call.function.name == "weather"
             if ended_by == "length":
                 assert json.loads(call.function.arguments) == ARGUMENTS
         if form.first_state == "normal":
             assert answer.content.startswith("Look."[: max(0, stop - len("<think>Hm.</think>"))])
-            assert len(answer.tool_calls) >= (1 if form.tool_end and stop >= one_call else 0)
+            assert len(calls) >= (1 if form.tool_end and stop >= one_call else 0)
             assert answer.tool_error is None or str(form.tool_start) in answer.content
 
 
@@ -90,8 +91,8 @@ def test_markers_of_several_tokens_and_of_messages_are_known() -> None:
     form = answer_format(wrapper("kimi_k3", vocabulary))
     text = f"Hm.<|close|>think<|sep|><|open|>response<|sep|>Hi.<|close|>response<|sep|>{call_text(form)}"
     opening = "<|open|>think<|sep|>"
-    answer = answer_to(text, form, opened=opening, tools=[TOOL])
-    assert (answer.reasoning, answer.content, len(answer.tool_calls)) == ("Hm.", "Hi.", 1)
+    answer = answer_to(text, form, opened=opening, tools=[TOOL]).choice
+    assert (answer.reasoning, answer.content, len(answer.tool_calls or ())) == ("Hm.", "Hi.", 1)
     assert form.opening((1, 2, *form.think_start_ids)) == form.think_start_ids
     assert len(form.think_start_ids) > 1
 
@@ -109,8 +110,8 @@ def test_markers_of_several_tokens_and_of_messages_are_known() -> None:
 )
 def test_a_call_is_read_whatever_schema_the_tool_has(form: AnswerFormat, function: object) -> None:
     tools = [{"type": "web_search"}, {"type": "function", "function": function}, {"function": {"name": 5}}]
-    answer = answer_to(call_text(form), form, tools=tools)
-    (call,) = answer.tool_calls
+    answer = answer_to(call_text(form), form, tools=tools).choice
+    (call,) = answer.tool_calls or []
     arguments = json.loads(call.function.arguments)
     assert (call.function.name, arguments["city"], int(arguments["days"])) == ("weather", "São <Paulo>", 3)
 
@@ -129,6 +130,6 @@ def test_a_text_on_which_a_parser_takes_for_ever_stays_text(
             monkeypatch.setitem(limited, name, value._pattern)
     with_time_limit(form.parse_call, 0.05)
     text = f"{form.tool_start}{looping * 30_000}{form.tool_end}"
-    answer = answer_to(text, form, tools=[TOOL])
-    assert (answer.tool_calls, answer.text) == ((), text)
+    answer = answer_to(text, form, tools=[TOOL]).choice
+    assert (answer.tool_calls, answer.text) == (None, text)
     assert "TimeoutError" in (answer.tool_error or "")

@@ -262,16 +262,17 @@ class Conversation:
         ids = self.tokenizer.encode(said + self.family.ends[not calls], special_start=False)
         done = CompletedGeneration(0, "finished", tuple(ids), said, "eos", len(ids))
         answer = read_answer(request, prompt, done, self.model, f"{len(self.prompts)}")
-        self.calls = answer.tool_calls
+        choice = answer.choice
+        self.calls = choice.tool_calls or []
         self.transcript = next_transcript(prompt, done, answer.message(), self.model)
         back: dict[str, Any] = {
             "role": "assistant",
-            "content": answer.content or None if self.calls else answer.content,
+            "content": choice.content or None if self.calls else choice.content,
         }
         if self.calls:
-            back["tool_calls"] = [call.model_dump(mode="json") for call in answer.tool_calls]
-        if self.keeps_thinking and answer.reasoning:
-            back["reasoning"] = answer.reasoning
+            back["tool_calls"] = [call.model_dump(mode="json") for call in self.calls]
+        if self.keeps_thinking and choice.reasoning:
+            back["reasoning"] = choice.reasoning
         self.sent.append(back)
 
     def tool_result(self) -> list[dict[str, Any]]:

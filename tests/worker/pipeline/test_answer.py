@@ -27,28 +27,27 @@ def call(arguments='{"at": "sky"}', name="look", **fields):
 
 
 def called(text, **fields):
-    return answer_to(text, fields.pop("form", FORM), **{"tools": [TOOL], **fields})
+    return answer_to(text, fields.pop("form", FORM), **{"tools": [TOOL], **fields}).choice
 
 
 def test_thinking_is_split_off_without_tools_too():
     answer = answer_to("<think>\nOne.\n</think>\n\nTwo.", FORM)
-    assert (answer.reasoning, answer.content, answer.finish_reason) == ("One.", "Two.", "stop")
-    assert answer.reasoning_tokens == len("\nOne.\n")
-    choice = Choice(**answer.fields())
+    choice = answer.choice
+    assert (choice.reasoning, choice.finish_reason, answer.reasoning_tokens) == ("One.", "stop", len("\nOne.\n"))
     assert (choice.text, choice.answer, choice.content) == ("<think>\nOne.\n</think>\n\nTwo.", "Two.", "Two.")
 
 
 def test_an_answer_that_is_all_text_has_no_copy_of_it():
     answer = answer_to("  Two. ", FORM)
-    assert answer.fields() == {**dict.fromkeys(answer.fields()), "text": "  Two. ", "finish_reason": "stop"}
+    assert answer.choice == Choice(text="  Two. ", finish_reason="stop")
     assert answer.message() == Message(role="assistant", content="  Two. ")
 
 
 def test_thinking_that_the_template_opened_needs_no_first_marker():
     answer = answer_to("One.</think>Two.", FORM, opened="<think>\n")
-    assert (answer.reasoning, answer.content, answer.reasoning_tokens) == ("One.", "Two.", len("One."))
+    assert (answer.choice.reasoning, answer.choice.content, answer.reasoning_tokens) == ("One.", "Two.", len("One."))
     cut_off = answer_to("One.", FORM, opened="<think>\n", ended_by="length")
-    assert (cut_off.reasoning, cut_off.content, cut_off.reasoning_tokens) == ("One.", "", len("One."))
+    assert (cut_off.choice.reasoning, cut_off.choice.content, cut_off.reasoning_tokens) == ("One.", "", len("One."))
 
 
 def test_only_a_prompt_that_ends_in_open_thinking_opens_it():
@@ -104,14 +103,14 @@ def test_an_answer_that_has_to_be_a_call_is_one_with_its_markers_or_without(form
 )
 def test_an_answer_that_has_to_be_a_call_and_is_none_stays_text_with_the_reason(text, ended_by, why):
     answer = called(text, tool_choice="required", ended_by=ended_by)
-    assert (answer.content, answer.tool_calls) == (text, ())
+    assert (answer.content, answer.tool_calls) == (text, None)
     assert why in (answer.tool_error or "")
 
 
 def test_text_beside_a_call_is_the_content_and_a_json_object_is_no_call_unless_there_has_to_be_one():
     answer = called(f"I look. {call()}", tool_choice="required")  # a scripted model follows no grammar
     assert (answer.content, len(answer.tool_calls)) == ("I look.", 1)
-    assert called(PLAIN_CALL, form=PLAIN_TEXT).tool_calls == ()
+    assert called(PLAIN_CALL, form=PLAIN_TEXT).tool_calls is None
 
 
 def test_ids_of_calls_are_the_same_for_the_same_delivery_and_unique_in_the_conversation():
@@ -133,7 +132,7 @@ def test_ids_of_calls_are_the_same_for_the_same_delivery_and_unique_in_the_conve
 )
 def test_calls_stay_text_unless_tools_are_offered_to_a_model_with_a_parser(fields):
     answer = called(call(), **fields)
-    assert (answer.content, answer.tool_calls, answer.tool_error, answer.finish_reason) == (call(), (), None, "stop")
+    assert (answer.content, answer.tool_calls, answer.tool_error, answer.finish_reason) == (call(), None, None, "stop")
 
 
 @pytest.mark.parametrize(
@@ -155,7 +154,7 @@ def test_calls_stay_text_unless_tools_are_offered_to_a_model_with_a_parser(field
 )
 def test_what_does_not_parse_stays_text_with_the_reason(text, why):
     answer = called(f"Well. {text}")
-    assert (answer.content, answer.tool_calls, answer.finish_reason) == (f"Well. {text}", (), "stop")
+    assert (answer.content, answer.tool_calls, answer.finish_reason) == (f"Well. {text}", None, "stop")
     assert why in (answer.tool_error or "")
     sound = called(f"{call()} {text}")
     assert (sound.content, len(sound.tool_calls), sound.finish_reason) == (text, 1, "tool_calls")
@@ -186,19 +185,19 @@ def test_a_call_without_its_end_counts_unless_max_tokens_cut_it_off():
     text = call().removesuffix("</tool_call>")
     assert len(called(text).tool_calls) == 1
     cut_off = called(text, ended_by="length")
-    assert (cut_off.tool_calls, cut_off.content, cut_off.finish_reason) == ((), text, "length")
+    assert (cut_off.tool_calls, cut_off.content, cut_off.finish_reason) == (None, text, "length")
     assert "max_tokens" in (cut_off.tool_error or "")
     assert called(call() + "and", ended_by="length").finish_reason == "length"
 
 
 def test_a_call_in_thinking_is_a_thought_once_the_model_closes_the_thinking():
     answer = called(f"<think>Perhaps {call()}?</think>No.")
-    assert (answer.tool_calls, answer.reasoning, answer.content) == ((), f"Perhaps {call()}?", "No.")
-    unclosed = called(f"<think>I must.{call()}")
-    assert (len(unclosed.tool_calls), unclosed.reasoning, unclosed.content) == (1, "I must.", "")
-    assert unclosed.reasoning_tokens == len("I must.")
+    assert (answer.tool_calls, answer.reasoning, answer.content) == (None, f"Perhaps {call()}?", "No.")
+    unclosed = answer_to(f"<think>I must.{call()}", FORM, tools=[TOOL])
+    choice, (_,) = unclosed.choice, unclosed.choice.tool_calls or []
+    assert (choice.reasoning, choice.content, unclosed.reasoning_tokens) == ("I must.", "", len("I must."))
     mentioned = called("<think>The marker <tool_call> begins a call, and so on", ended_by="length")
-    assert (mentioned.content, mentioned.tool_calls) == ("", ())
+    assert (mentioned.content, mentioned.tool_calls) == ("", None)
 
 
 def test_many_calls_that_never_end_are_read_once():
@@ -214,7 +213,7 @@ def test_many_calls_that_never_end_are_read_once():
 
 
 def test_a_producers_copy_of_an_answer_continues_it():
-    stored = called(f"<think>Hm.</think>{call()}", opened="").message()
+    stored = answer_to(f"<think>Hm.</think>{call()}", FORM, tools=[TOOL]).message()
     assert isinstance(stored, OwnMessage)
     copy = Message(role="assistant", content=None, tool_calls=stored.tool_calls)
     assert continues(copy, stored)

@@ -20,7 +20,6 @@ from stoker_shared.result import (
     CacheReport,
     CalledFunction,
     Choice,
-    FinishReason,
     GenerationResult,
     ReturnedPrompt,
     Timing,
@@ -37,50 +36,29 @@ from stoker_worker.ports.model import AnswerFormat, ToolParser
 
 @dataclass(frozen=True)
 class Answer:
-    """
+    """A choice of the result, and what its job's usage and transcript need besides.
+
     Attributes:
-        text: as generated.
-        content: without thinking and calls, and without the white space that they leave at its beginning and end.
-        reasoning, tool_calls, tool_error, parsed, stop_string: as in `stoker_shared.result.Choice`.
         reasoning_tokens: how many of the generated tokens are thinking, the markers not counted.
         opened: as in `OwnMessage`.
     """
 
-    text: str
-    content: str
-    finish_reason: FinishReason
-    reasoning: str | None = None
-    tool_calls: tuple[ToolCall, ...] = ()
-    tool_error: str | None = None
-    reasoning_tokens: int = 0
-    opened: str = ""
-    parsed: Any = None
-    stop_string: str | None = None
-
-    def fields(self) -> dict[str, Any]:
-        """The fields of a `Choice`, except its log-probabilities."""
-        return {
-            "text": self.text,
-            "finish_reason": self.finish_reason,
-            "answer": None if self.content == self.text else self.content,
-            "reasoning": self.reasoning,
-            "tool_calls": list(self.tool_calls) or None,
-            "tool_error": self.tool_error,
-            "parsed": self.parsed,
-            "stop_string": self.stop_string,
-        }
+    choice: Choice
+    reasoning_tokens: int
+    opened: str
 
     def message(self) -> Message:
         """The answer as a message of the agent's transcript."""
-        if self.content == self.text and not self.opened:
-            return Message(role="assistant", content=self.text)
-        calls = tuple(call.model_dump(mode="json") for call in self.tool_calls)
+        text, answer, calls = self.choice.text, self.choice.answer, self.choice.tool_calls
+        if answer is None and not self.opened:
+            return Message(role="assistant", content=text)
+        content = text if answer is None else answer
         return OwnMessage(
             role="assistant",
-            content=self.content if self.content or not calls else None,
-            reasoning_content=self.reasoning,
-            tool_calls=calls or None,
-            generated=self.text,
+            content=content if content or not calls else None,
+            reasoning_content=self.choice.reasoning,
+            tool_calls=tuple(call.model_dump(mode="json") for call in calls) if calls else None,
+            generated=text,
             opened=self.opened,
         )
 
@@ -101,18 +79,19 @@ def read_answer(
     parts = calls.cut(completion.text, prompt.markers)
     said = parts.said
     found = calls.found if request.parallel_tool_calls else calls.found[:1]
-    return Answer(
+    choice = Choice(
         text=completion.text,
-        content=said if said == completion.text else parts.content,
         finish_reason="length" if length else "tool_calls" if found else "stop",
+        answer=None if completion.text in (said, parts.content) else parts.content,
         reasoning=parts.reasoning or None,
-        tool_calls=tuple(found),
+        tool_calls=found or None,
         tool_error=parts.error,
-        reasoning_tokens=_reasoning_tokens(completion, form, is_open=bool(prompt.opened), has_calls=bool(found)),
-        opened=prompt.opened,
         parsed=parsed_answer(request, completion, said),
         stop_string=completion.stop_string,
+        logprobs=completion.logprobs,
     )
+    n_reasoning = _reasoning_tokens(completion, form, is_open=bool(prompt.opened), has_calls=bool(found))
+    return Answer(choice, n_reasoning, prompt.opened)
 
 
 def _used_ids(prompt: Prompt) -> set[str]:
@@ -314,9 +293,7 @@ def build_result(
 ) -> GenerationResult:
     """The result as of now: `total_s` counts up to this call. `answers` has one for each choice."""
     completions = (completion, *job.further_choices)
-    choices = [
-        Choice(**answer.fields(), logprobs=one.logprobs) for answer, one in zip(answers, completions, strict=True)
-    ]
+    choices = [answer.choice for answer in answers]
     claimed, request, timing = job.claimed, job.request, completion.timing
     first_token_at = job.submitted_at + timing.waited_s + timing.prefill_s
     return GenerationResult(
