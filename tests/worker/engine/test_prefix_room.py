@@ -104,4 +104,14 @@ def test_memory_that_is_in_use_elsewhere_fails_one_sequence_and_no_other(layout:
     with pytest.raises(ValueError, match="shape"):
         engine.submit(work(IDS[:390], 12, SequenceCache(299, first.cache.layers)))
     del view
-    assert [one.outcome for one in finish(engine, [uid])] == ["finished"]
+    uids = [uid, engine.submit(work(IDS[:390], 12, prefix))]
+    with pytest.raises(ValueError, match="in use"):
+        engine.submit(work(IDS[:390], 12, prefix))  # another sequence goes on in it
+    assert [one.outcome for one in finish(engine, uids)] == ["finished"] * 2
+
+
+def test_a_prefix_without_the_states_of_its_model_fails_one_sequence() -> None:
+    hybrid = Layout("falcon_h1")
+    (first,) = run(hybrid.engine(), [work(IDS[:30], 1)])
+    with pytest.raises(ValueError, match="recurrent cache after 31 tokens"):
+        hybrid.engine().submit(work(IDS[:40], 1, SequenceCache(31, first.cache.layers)))

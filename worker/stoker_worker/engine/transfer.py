@@ -59,11 +59,10 @@ class MlxRoom(PrefixRoom):
         return tuple((self._view(keys), self._view(values)) for keys, values in self._arrays)
 
     def take(self) -> list[tuple[Any, Any]]:
-        if self.is_viewed:
+        if self.is_viewed or len(self._arrays) < len(self._dtypes):
             raise ValueError("the memory of a restored cache is still in use")
         arrays, self._arrays = self._arrays, []
-        dtypes = self._dtypes if arrays else []
-        return [(keys.view(as_), values.view(as_)) for (keys, values), as_ in zip(arrays, dtypes, strict=True)]
+        return [(keys.view(as_), values.view(as_)) for (keys, values), as_ in zip(arrays, self._dtypes, strict=True)]
 
     def _view(self, array: mx.array) -> Array:
         view = np.asarray(array)
@@ -109,7 +108,7 @@ def prefix_to_caches(model: Any, prefix: SequenceCache, spec: ModelCacheSpec) ->
             cache.keys, cache.values = next(layers)
             cache.offset = prefix.n_tokens
             continue
-        moved = _state_to_mlx(next(states), layer, prefix.n_tokens, spec)
+        moved = _state_to_mlx(next(states, ()), layer, prefix.n_tokens, spec)
         if layer.kind == LayerKind.RECURRENT:
             cache.cache = moved
         else:

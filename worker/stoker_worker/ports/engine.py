@@ -82,10 +82,10 @@ class PrefixRoom(Protocol):
         ...
 
     def take(self) -> list[tuple[Any, Any]]:
-        """The engine's own arrays; empty if they were taken before. Engine thread.
+        """The engine's own arrays. Engine thread.
 
         Raises:
-            ValueError: a view of them is left.
+            ValueError: a view of them is left, or they were taken before.
         """
         ...
 
