@@ -61,7 +61,12 @@ class JobProgress:
 
 @dataclass(frozen=True)
 class JobRecord:
-    """A job's hash and the newest entries of its result stream; `last_entry_id` is the newest entry's id, if any."""
+    """A job's hash and the newest entries of its result stream. Also of a job that does not exist (any more).
+
+    Attributes:
+        state: empty if there is no such job.
+        last_entry_id: the newest entry's id, if any.
+    """
 
     job_id: str
     state: str
@@ -74,8 +79,7 @@ class JobRecord:
     _results: tuple[dict[bytes, bytes], ...]
 
     @classmethod
-    def read(cls, job_id: str) -> Operation[Self | None]:
-        """``None`` if the job does not exist (any more)."""
+    def read(cls, job_id: str) -> Operation[Self]:
         # The hash first: a job's end is written together with its entry, so an ended job always has its entry. Not a
         # transaction, because Redis 7.0 refuses one while it is full, even for reading.
         newest_results = ("XREVRANGE", Result.get_key(job_id), "+", "-", "COUNT", KEPT_RESULTS)
@@ -88,10 +92,8 @@ class JobRecord:
         return ("HMGET", Job.key_for(job_id), *_FIELDS)
 
     @classmethod
-    def from_replies(cls, job_id: str, values: Sequence[bytes | None], entries: Entries) -> Self | None:
+    def from_replies(cls, job_id: str, values: Sequence[bytes | None], entries: Entries) -> Self:
         """From the reply to `hash_command`, and entries of the job's result stream, the newest first."""
-        if values[0] is None:
-            return None
         status, origin, worker, meta, exc_info = (value or b"" for value in values)
         fields = fields_of(meta)
         return cls(
@@ -107,10 +109,10 @@ class JobRecord:
         )
 
     @classmethod
-    def whole(cls, job_id: str, values: Sequence[bytes | None], entries: Entries) -> Operation[Self | None]:
+    def whole(cls, job_id: str, values: Sequence[bytes | None], entries: Entries) -> Operation[Self]:
         """As `from_replies`; reads again if the job has ended and the entry of its end is not among `entries`."""
         record = cls.from_replies(job_id, values, entries)
-        if record is None or record.state not in _TYPES_OF_END or record._newest(*_TYPES_OF_END[record.state]):
+        if record.state not in _TYPES_OF_END or record._newest(*_TYPES_OF_END[record.state]):
             return record
         return (yield from cls.read(job_id))
 
@@ -126,8 +128,9 @@ class JobRecord:
 
     @property
     def has_ended(self) -> bool:
+        """Also true if there is no such job."""
         # The hash decides: retries, requeues and stops leave entries in the stream that are not the job's end.
-        return self.state in ENDED
+        return not self.state or self.state in ENDED
 
     def outcome(self) -> GenerationResult:
         """The result of the job, which has ended.
@@ -135,7 +138,7 @@ class JobRecord:
         Raises:
             JobFailed: the job failed, or its return value is not a generation result.
             JobCanceled: it was canceled, or stopped by RQ's command.
-            JobNotFound: it finished, but its result has expired.
+            JobNotFound: there is no such job, or it finished, but its result has expired.
         """
         return self._returned(GenerationResult.model_validate, "a generation result")
 
@@ -144,6 +147,8 @@ class JobRecord:
         return self._returned(kind.model_validate, "a result of this kind about an agent")
 
     def _returned(self, read: Callable[[Any], T], expected: str) -> T:
+        if not self.state:
+            raise JobNotFound(self.job_id)
         if self.state == JobStatus.FAILED.value:
             raise JobFailed(self.job_id, self.reason(), self.partial_text)
         if self.state != JobStatus.FINISHED.value:
@@ -167,20 +172,6 @@ class JobRecord:
     def _newest(self, *types: Any) -> dict[bytes, bytes] | None:
         wanted = {str(kind.value).encode() for kind in types}
         return next((fields for fields in self._results if fields.get(b"type") in wanted), None)
-
-
-@dataclass(frozen=True)
-class JobEnd:
-    """A job's end; `record` is ``None`` if the job does not exist (any more)."""
-
-    job_id: str
-    record: JobRecord | None
-
-    def outcome(self) -> GenerationResult:
-        """As `JobRecord.outcome`; raises `JobNotFound` also if the job does not exist."""
-        if self.record is None:
-            raise JobNotFound(self.job_id)
-        return self.record.outcome()
 
 
 def fields_of(meta: bytes) -> dict[str, Any]:

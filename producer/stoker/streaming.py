@@ -78,8 +78,6 @@ class StreamReader:
             if events:
                 return events
         record = yield from JobRecord.read(self._job_id)
-        if record is None:
-            raise JobNotFound(self._job_id)
         self._may_be_over = False
         if record.has_ended:
             self.is_over = True

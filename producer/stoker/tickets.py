@@ -17,7 +17,7 @@ from redis.asyncio import Redis as AsyncRedis
 from stoker.canceling import cancel_job
 from stoker.cascade.trust import give_feedback
 from stoker.connection import blocking_slice_s
-from stoker.job_record import JobEnd, JobRecord, queue_key
+from stoker.job_record import JobRecord, queue_key
 from stoker.operations import Operation, T, ask, run, run_async
 from stoker.presence import unready
 from stoker.streaming import StreamEvent, StreamReader
@@ -55,7 +55,7 @@ class TicketStatus:
 def status_of(job_id: str) -> Operation[TicketStatus]:
     """Raises `JobNotFound`: the job does not exist (any more)."""
     record = yield from JobRecord.read(job_id)
-    if record is None:
+    if not record.state:
         raise JobNotFound(job_id)
     if record.state == "queued":
         # The position is ``None`` in the moment between a worker's claim and the job's start.
@@ -78,7 +78,7 @@ class AnyTicket:
             raise ValueError("a job id is a non-empty printable string")
         self._job_id = job_id
         self._is_new = is_new
-        self._ended: JobEnd | None = None
+        self._ended: JobRecord | None = None
 
     @property
     def job_id(self) -> str:
@@ -193,7 +193,7 @@ class SharedConnection:
         self.connection = connection
         self._few = asyncio.Semaphore(_AT_A_TIME)
         self._waiter = Waiter()
-        self._futures: dict[str, list[asyncio.Future[JobEnd]]] = defaultdict(list)
+        self._futures: dict[str, list[asyncio.Future[JobRecord]]] = defaultdict(list)
         self._wait: asyncio.Task[None] | None = None
 
     async def run(self, operation: Operation[T]) -> T:
@@ -201,16 +201,15 @@ class SharedConnection:
         async with self._few:
             return await run_async(self.connection, operation)
 
-    async def end_of(self, job_id: str, timeout_s: float | None, *, is_new: bool) -> JobEnd:
+    async def end_of(self, job_id: str, timeout_s: float | None, *, is_new: bool) -> JobRecord:
         """The job's end. One wait serves all jobs of this producer.
 
         Raises:
-            JobNotFound: `timeout_s` has passed, and there is no such job.
             ResultTimeout: it has not ended within `timeout_s`.
             RedisUnavailable: no server answers, or the producer was closed meanwhile.
         """
         if timeout_s is None or timeout_s > 0:
-            future: asyncio.Future[JobEnd] = asyncio.get_running_loop().create_future()
+            future: asyncio.Future[JobRecord] = asyncio.get_running_loop().create_future()
             self._futures[job_id].append(future)
             self._waiter.add(job_id, is_new=is_new)
             if self._wait is None or self._wait.done():
@@ -221,7 +220,7 @@ class SharedConnection:
                         return await future
             finally:
                 self._leave(job_id, future)
-        return JobEnd(job_id, await self.run(wait_for_end(job_id, 0, 0, waited_s=timeout_s or 0.0)))
+        return await self.run(wait_for_end(job_id, 0, 0, waited_s=timeout_s or 0.0))
 
     async def aclose(self) -> None:
         wait, self._wait = self._wait, None
@@ -257,7 +256,7 @@ class SharedConnection:
         except Exception as error:
             self._fail_all(error)
 
-    def _leave(self, job_id: str, future: "asyncio.Future[JobEnd]") -> None:
+    def _leave(self, job_id: str, future: "asyncio.Future[JobRecord]") -> None:
         futures = self._futures.get(job_id, [])
         if future in futures:
             futures.remove(future)

@@ -19,10 +19,10 @@ from rq.job import Job
 from rq.results import Result
 
 from stoker.connection import LOST, REFUSED
-from stoker.job_record import ENDED, KEPT_RESULTS, NO_ENTRY, JobEnd, JobRecord
+from stoker.job_record import ENDED, KEPT_RESULTS, NO_ENTRY, JobRecord
 from stoker.operations import Command, Commands, Entries, Operation, Pause, T, ask, stream_entries
 from stoker.presence import unready
-from stoker_shared.errors import JobNotFound, ResultTimeout
+from stoker_shared.errors import ResultTimeout
 
 GIVE_UP_S = 60.0
 """Seconds without a server after which a wait without a time limit ends."""
@@ -76,7 +76,8 @@ class Patience:
 def wait_for_end(
     job_id: str, timeout_s: float | None, slice_s: float, *, is_new: bool = False, waited_s: float = 0.0
 ) -> Operation[JobRecord]:
-    """
+    """The job, once it has ended or does not exist (any more).
+
     Args:
         timeout_s: how long to wait, in seconds; ``None`` for no limit, 0 to check once.
         slice_s: longest blocking read, as `blocking_slice_s` of the connection.
@@ -84,7 +85,6 @@ def wait_for_end(
         waited_s: how long the caller has waited before, in seconds; for the error's message.
 
     Raises:
-        JobNotFound: there is no such job (any more).
         ResultTimeout: it has not ended within `timeout_s`.
         redis.exceptions.RedisError: no server answered at the start, at the end of `timeout_s`, or for `GIVE_UP_S`
             during a wait without a limit.
@@ -103,14 +103,10 @@ def wait_for_end(
 
 
 def _look(job_id: str, last_entry_id: str, block_s: float) -> Operation[JobRecord]:
-    """The job after `block_s` seconds, or as soon as its result stream has an entry after `last_entry_id`. Raises
-    `JobNotFound`."""
+    """The job after `block_s` seconds, or as soon as its result stream has an entry after `last_entry_id`."""
     key = Result.get_key(job_id)
     reply, values = yield Commands([results_after({key: last_entry_id}, block_s), JobRecord.hash_command(job_id)])
-    record = yield from JobRecord.whole(job_id, values, stream_entries(reply).get(key, [])[::-1])
-    if record is None:
-        raise JobNotFound(job_id)
-    return record
+    return (yield from JobRecord.whole(job_id, values, stream_entries(reply).get(key, [])[::-1]))
 
 
 def results_after(last_entry_ids: dict[str, str], block_s: float) -> Command:
@@ -167,7 +163,7 @@ class Waiter:
         self._unseen.pop(job_id, None)
         self._waiting.pop(job_id, None)
 
-    def wait(self, patience: Patience, slice_s: float) -> Operation[list[JobEnd]]:
+    def wait(self, patience: Patience, slice_s: float) -> Operation[list[JobRecord]]:
         """The next jobs to end, one or more, each once; empty if the patience has run out, or there are no jobs.
         `slice_s` is the longest blocking read, as `blocking_slice_s` of the connection.
 
@@ -181,7 +177,7 @@ class Waiter:
             if ended or (ended is not None and (not len(self) or (patience.left_s <= 0 and not self._unseen))):
                 return ended
 
-    def look(self, block_s: float) -> Operation[list[JobEnd]]:
+    def look(self, block_s: float) -> Operation[list[JobRecord]]:
         """Jobs that had ended already, else the next to end within `block_s` seconds; 0 does not wait."""
         if self._unseen:
             return (yield from self._first_look(list(islice(self._unseen.values(), _FIRST_LOOK))))
@@ -200,7 +196,7 @@ class Waiter:
             yield Pause(gather_s)
         return (yield from self._read(jobs, block_s - gather_s))
 
-    def _first_look(self, jobs: list[_Awaited]) -> Operation[list[JobEnd]]:
+    def _first_look(self, jobs: list[_Awaited]) -> Operation[list[JobRecord]]:
         asked = [job for job in jobs if not job.is_new]
         looks = (JobRecord.hash_command(job.job_id) for job in asked)
         replies = yield Commands([results_after(_last_entry_ids(jobs), 0), *looks])
@@ -212,7 +208,7 @@ class Waiter:
                 self._waiting[job.job_id] = job
         return ended
 
-    def _read(self, jobs: Sequence[_Awaited], block_s: float) -> Operation[list[JobEnd]]:
+    def _read(self, jobs: Sequence[_Awaited], block_s: float) -> Operation[list[JobRecord]]:
         if not jobs:
             return []
         found = stream_entries((yield from ask(*results_after(_last_entry_ids(jobs), block_s))))
@@ -221,7 +217,7 @@ class Waiter:
 
     def _sorted_out(
         self, jobs: Sequence[_Awaited], found: dict[str, Entries], values: dict[str, list[bytes | None]]
-    ) -> Operation[list[JobEnd]]:
+    ) -> Operation[list[JobRecord]]:
         """The `jobs` that have ended. For the others, the wait moves on to their next entries. `values` are hashes that
         were read already; those of other jobs with new entries are read here if necessary."""
         entries = {job.job_id: found.get(Result.get_key(job.job_id), [])[::-1] for job in jobs}
@@ -233,21 +229,21 @@ class Waiter:
                 if record is None:
                     unread.append(job.job_id)
                 else:
-                    ended.append(JobEnd(job.job_id, record))
+                    ended.append(record)
         values = {**values, **(yield from _hashes(unread))}
         for job in jobs:
             if job.job_id not in values:
                 continue
             record = yield from JobRecord.whole(job.job_id, values[job.job_id], entries[job.job_id])
-            if record is None or record.has_ended:
-                ended.append(JobEnd(job.job_id, record))
+            if record.has_ended:
+                ended.append(record)
         gone = {end.job_id for end in ended}
         for job in jobs:
             if job.job_id not in gone and entries[job.job_id]:
                 job.last_entry_id = entries[job.job_id][0][0].decode()
         return ended
 
-    def _check(self) -> Operation[list[JobEnd]]:
+    def _check(self) -> Operation[list[JobRecord]]:
         """Ends without an entry, among the next few hundred jobs."""
         job_ids = [job.job_id for job in self._next_after(0, _CHECKED_AT_ONCE)]
         self._checked_at = time.monotonic()

@@ -103,10 +103,10 @@ def _ended_ms(entries: Entries) -> int:
 def _end(line: SentLine, job_id: str, values: Sequence[Any], entries: Entries) -> End | None:
     answer_id, custom_id = answer_id_for(job_id), line.custom_id or ""
     record = JobRecord.from_replies(job_id, values, entries[::-1])
-    if record is not None and not record.has_ended:
+    if not record.has_ended:
         return None
     try:
-        if record is None:
+        if not record.state:
             raise JobNotFound(job_id, "gone: it, or its result, has expired, or it was deleted")
         result = record.outcome()
     except JobFailed as failed:
