@@ -111,21 +111,19 @@ class Holds:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self._running: frozenset[str] = frozenset()
-        self._waiting: frozenset[str] = frozenset()
-        self._is_all = False
+        self._pinned = (frozenset[str](), frozenset[str](), False)  # replaced as a whole, so no look sees half of it
         self._in_use: Counter[str] = Counter()
         self._held: Counter[str] = Counter()
 
     def pin(self, running: frozenset[str], waiting: frozenset[str], *, is_all: bool = True) -> None:
         """From now on these agents, and no others, have work: those that run lose nothing, those that wait lose theirs
         last. Never blocks. `is_all`: no other agent has work waiting."""
-        self._is_all = is_all
-        self._running, self._waiting = running, waiting
+        self._pinned = (running, waiting, is_all)
 
     def has_work(self, agent_id: str) -> bool:
         """True if the agent has, or may have, work that runs or waits."""
-        return not self._is_all or any(agent_id in agents for agents in (self._running, self._waiting, self._in_use))
+        running, waiting, is_all = self._pinned
+        return not is_all or any(agent_id in agents for agents in (running, waiting, self._in_use))
 
     @contextmanager
     def using(self, agent_id: str | None, blocks: Iterable[str]) -> Iterator[None]:
@@ -148,14 +146,15 @@ class Holds:
 
     def agents(self) -> frozenset[str]:
         """The agents with work. With `lock` held."""
-        return self._running.union(self._waiting, self._in_use)
+        running, waiting, _ = self._pinned
+        return running.union(waiting, self._in_use)
 
     def is_running(self, agent_id: str) -> bool:
         """True if the agent may lose nothing. With `lock` held."""
-        return agent_id in self._running or agent_id in self._in_use
+        return agent_id in self._pinned[0] or agent_id in self._in_use
 
     def waits(self, agent_id: str) -> bool:
-        return agent_id in self._waiting
+        return agent_id in self._pinned[1]
 
     def blocks(self) -> frozenset[str]:
         """Addresses of the blocks that stay. With `lock` held."""
