@@ -2,11 +2,13 @@
 layers at other places that prompts have in common, whoever computed them."""
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.worker.memory.agents import (
@@ -85,6 +87,25 @@ def left_by(agent: Agent, prompt: tuple[int, ...]) -> list[int]:
     agent.store.save(turn)
     assert turn.cache is not None
     return [one.n_tokens for one in turn.cache.checkpoints]
+
+
+def test_a_use_counts_once_though_two_threads_write_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(open_store(tmp_path)) as store:
+        team = team_of(store, "plain")
+        team("first", system_tokens=600).say(prompt(1))
+        assert team("second", system_tokens=600).cached(prompt(2)) == 600
+        commit, other = store.parts.database.commit, threading.Thread(target=ticks, args=(store,))
+
+        def commit_at_last(run: Any) -> Any:
+            monkeypatch.undo()
+            other.start()
+            other.join(0.2)  # until it is done, or waits
+            return commit(run)
+
+        monkeypatch.setattr(store.parts.database, "commit", commit_at_last)
+        ticks(store)
+        other.join()
+        assert rows(store, "SELECT checkpoint_uses FROM blocks WHERE checkpoint_bytes > 0") == [(1,)]
 
 
 def test_the_second_agent_goes_on_exactly_where_the_first_ones_system_prompt_ended(

@@ -61,6 +61,7 @@ class Notes:
         self._pieces = parts.pieces
         self._database = parts.database
         self._lock = threading.Lock()
+        self._writing = threading.Lock()  # a note that two threads write would count twice
         self._notes: dict[object, _Note] = {}  # a newer note of the same key replaces it
 
     def __len__(self) -> int:
@@ -98,22 +99,23 @@ class Notes:
 
     def write(self) -> None:
         """Write all of them. Never raises: failed writes are retried on the next call."""
-        while self._notes:
-            with self._lock:
-                some = dict(itertools.islice(self._notes.items(), _MOST_NOTES))
-            try:
-                self._database.commit(partial(_write, notes=some.values()))
-            except DatabaseFailed:  # logged as an outage of the store
-                return
-            except OSError as error:
-                _log.warning("uses of agents and ends of jobs are noted later: %s", error)
-                return
-            except Exception as error:  # a note that a damaged row refuses must not keep the others waiting
-                _log.warning("some uses of agents and ends of jobs cannot be noted: %s", error)
-            with self._lock:
-                for key, note in some.items():
-                    if self._notes.get(key) is note:  # else it has changed meanwhile
-                        del self._notes[key]
+        with self._writing:
+            while self._notes:
+                with self._lock:
+                    some = dict(itertools.islice(self._notes.items(), _MOST_NOTES))
+                try:
+                    self._database.commit(partial(_write, notes=some.values()))
+                except DatabaseFailed:  # logged as an outage of the store
+                    return
+                except OSError as error:
+                    _log.warning("uses of agents and ends of jobs are noted later: %s", error)
+                    return
+                except Exception as error:  # a note that a damaged row refuses must not keep the others waiting
+                    _log.warning("some uses of agents and ends of jobs cannot be noted: %s", error)
+                with self._lock:
+                    for key, note in some.items():
+                        if self._notes.get(key) is note:  # else it has changed meanwhile
+                            del self._notes[key]
 
     def _keep(self, key: object, note: _Note) -> None:
         with self._lock:
