@@ -216,18 +216,10 @@ def _spelt(name: str) -> str:
 
 @contextmanager
 def figure(
-    content: Json, results: Path, name: str, size: tuple[float, float], *, panels: tuple[int, int] = (1, 1),
-    title: str | None = None, **options: Any,
-) -> Iterator[Any]:  # fmt: skip
-    """The axes of a plot (an array of them for several panels), which is saved as `exp_NNN_NAME.png` afterwards, with
-    a legend where there are several names.
-
-    Args:
-        size: width and height in inches.
-        panels: rows and columns.
-        title: without one, it is the device and the model.
-        options: others of `pyplot.subplots`.
-    """
+    content: Json, results: Path, name: str, size: tuple[float, float], *, panels: tuple[int, int], **options: Any
+) -> Iterator[Any]:
+    """The axes of a plot of `size` inches, in rows and columns as `panels` tells. It is saved as `exp_NNN_NAME.png`
+    afterwards, with a legend where there are several names. `options`: others of `pyplot.subplots`."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -239,19 +231,14 @@ def figure(
         if len(one.get_legend_handles_labels()[1]) > 1:
             one.legend(fontsize=8)
     facts = content["machine"]
-    said = title or f"{facts.get('device', facts['cpu'])}" + (f": {facts['model']}" if "model" in facts else "")
-    drawn.suptitle(f"{content['experiment']}: {said}" if title else f"{content['experiment']} on {said}")
+    model = f": {facts['model']}" if "model" in facts else ""
+    drawn.suptitle(f"{content['experiment']} on {facts.get('device', facts['cpu'])}{model}")
     drawn.tight_layout()
     drawn.savefig(results / f"exp_{content['experiment'][4:]}_{name}.png", dpi=120, metadata={"Software": None})
     plt.close(drawn)
 
 
-def lines(axes: Any, places: Sequence[float], found: Mapping[str, Sequence[float | Json]], **options: Any) -> None:
-    """A line for each name: through values, or through the medians of `spread`s, with the area from least to most."""
+def lines(axes: Any, places: Sequence[float], found: Mapping[str, Sequence[float]], **options: Any) -> None:
+    """A line for each name."""
     for name, values in found.items():
-        spreads = [one for one in values if isinstance(one, dict)]
-        middle = [one["median"] for one in spreads] or values
-        (line,) = axes.plot(places, middle, **{"marker": "o", **options}, label=name)
-        if spreads:
-            ends = ([one[end] for one in spreads] for end in ("min", "max"))
-            axes.fill_between(places, *ends, alpha=0.2, color=line.get_color())
+        axes.plot(places, values, label=name, **options)
