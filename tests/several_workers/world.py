@@ -544,7 +544,7 @@ class World(Actions):
     @noted
     def sent(self, agent, number, content, thread):
         shared = SharedVersion.decode(agent, number, content)
-        record, result = shared.record, json.loads(shared.next.result or "null") or {}
+        record, result = shared.record, json.loads(shared.result or "null") or {}
         job_id = record.about.job_id if record else result.get("job_id")
         made_by = record.about.made_by if record else "forget" if job_id else "expired"
         execution = thread.process.executions.get(job_id)

@@ -188,7 +188,7 @@ def _resealed(**changes: Any) -> Callable[[bytes], bytes]:
     def forge(file: bytes) -> bytes:
         found = SharedVersion.decode("a", 3, file)
         record = dataclasses.replace(found.record, **changes)  # type: ignore[type-var]
-        return SharedVersion(dataclasses.replace(found.next, record=record)).encode()
+        return dataclasses.replace(found, record=record).encode()
 
     return forge
 

@@ -18,7 +18,7 @@ from stoker_worker.memory.agent_changes import check_vacant, look, naming, reada
 from stoker_worker.memory.database import Connection, Damaged
 from stoker_worker.memory.locks import working_on
 from stoker_worker.memory.replica.versions import SharedVersion
-from stoker_worker.memory.store_parts import NextVersion, StoreParts
+from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.transcripts import UNTIL_ENDED_S, TurnRecord, delta, replay
 
 _MOST_BYTES: Final = 2**30
@@ -51,7 +51,7 @@ def export_agent(parts: StoreParts, agent_id: str, target: Path) -> Exported:
         assert row is not None
         newest = transcripts.read_chain(connection, row, row.version, row.head)[-1]
     record = replace(newest, about=replace(newest.about, cache=None, since_full=0), **delta(None, transcript))
-    content = SharedVersion(NextVersion(agent_id, record.version, record, record.delivery)).encode()
+    content = SharedVersion(agent_id, record.version, record, record.delivery).encode()
     with draft_of(target) as draft:
         write_new(draft, content)
     return Exported(record.version, len(content))

@@ -91,7 +91,7 @@ class SharedReplica(Replica):
 
     def publish(self, version: NextVersion) -> None:
         agent_id = version.agent_id
-        made = SharedVersion(version, self._ended_before(version))
+        made = SharedVersion(**vars(version), ended=self._ended_before(version))
         try:
             with self._reaching():
                 self.versions.put(made)
@@ -122,7 +122,7 @@ class SharedReplica(Replica):
                 found = self.versions.get(agent_id, version)
             except Emptied:
                 return None
-        return found.next.result if found is not None and found.next.delivery == key else None
+        return found.result if found is not None and found.delivery == key else None
 
     def expire(self, agent_id: str, unused_s: float) -> bool:
         """As `Replica.expire`. Never waits for a job of the agent: the job may wait for the upkeep."""
@@ -202,9 +202,8 @@ class SharedReplica(Replica):
 
     def _forget(self, empty: SharedVersion) -> None:
         """Remove the agent here: this empty version was made by another worker, or by this one in an earlier life."""
-        agent_id = empty.next.agent_id
-        self._clean(agent_id, empty.next.number)
-        forget_agent(self._parts, agent_id, only_here=True)
+        self._clean(empty.agent_id, empty.number)
+        forget_agent(self._parts, empty.agent_id, only_here=True)
         self._note_forgotten(empty)
 
     def _clean(self, agent_id: str, number: int) -> None:
@@ -213,12 +212,12 @@ class SharedReplica(Replica):
         remove_caches(self._bucket, agent_id)
 
     def _note_forgotten(self, empty: SharedVersion) -> None:
-        made, ended = empty.next, dict(empty.ended)
-        if made.delivery is not None:
-            ended[made.delivery] = Ended(made.number, time.time() + transcripts.UNTIL_ENDED_S)
+        ended = dict(empty.ended)
+        if empty.delivery is not None:
+            ended[empty.delivery] = Ended(empty.number, time.time() + transcripts.UNTIL_ENDED_S)
         with self._noting:
-            self._forgotten[made.agent_id] = Forgotten(made.number, ended)
-            self._forgotten.move_to_end(made.agent_id)
+            self._forgotten[empty.agent_id] = Forgotten(empty.number, ended)
+            self._forgotten.move_to_end(empty.agent_id)
             if len(self._forgotten) > _MOST_NOTES:
                 self._forgotten.popitem(last=False)
 
@@ -280,20 +279,20 @@ def adopt(
     transaction. `before`: the agent's row when the chain was read. `keeps_before`: whether the versions before the
     chain are the shared store's too; otherwise they are removed. Raises `AgentVersionConflict`: the agent has changed
     here meanwhile; `Damaged`: the chain gives no transcript."""
-    made, now = versions[-1].next, time.time()
+    made, now = versions[-1], time.time()
     row = transcripts.find_agent(connection, made.agent_id)
     if _state(row) != _state(before):
         raise AgentVersionConflict(f"agent {made.agent_id!r} was changed while a newer version was brought in")
     if row is not None:
         transcripts.job_has_ended(connection, row.number, row.version)
-        first = versions[0].next.number if keeps_before else 0
+        first = versions[0].number if keeps_before else 0
         connection.execute("DELETE FROM turns WHERE agent = ? AND version >= ?", (row.number, first))
     for version in versions:
         assert version.record is not None  # it is not empty
-        row = transcripts.write_version(connection, row, version.record, keep_versions=version.next.number)
+        row = transcripts.write_version(connection, row, version.record, keep_versions=version.number)
         _note_deliveries(connection, row.number, version, may_run=version is versions[-1])
-        if version.record.about.cache is not None and version.next.layout is not None:
-            cache_index.note_model(connection, version.record.about.cache.model, version.next.layout)
+        if version.record.about.cache is not None and version.layout is not None:
+            cache_index.note_model(connection, version.record.about.cache.model, version.layout)
     assert row is not None  # there is a version
     transcript, cache = transcripts.read_version(connection, row, row.version)
     if cache is not None and chain_of(cache, transcript.token_ids).last != cache.last_block:
@@ -307,22 +306,22 @@ def adopt(
 def _note_deliveries(connection: Connection, agent: int, version: SharedVersion, *, may_run: bool) -> None:
     """Note the deliveries of a version. Its times are by its maker's clock, which may be years off: what was left of
     them at the save counts from now. `may_run`: the job that made it may not have ended."""
-    now, made, record = time.time(), version.next, version.record
+    now, record = time.time(), version.record
     if record is None:
         return
     late_s = now - record.about.saved_at
     for key, ended in version.ended.items():
         until = min(ended.until + late_s, now + transcripts.KEEP_ENDED_S)
         transcripts.note_ended(connection, agent, key, Ended(ended.version, until))
-    if made.delivery is None:
+    if version.delivery is None:
         return
     until = record.about.answer_until + late_s
     if not may_run:
         until = min(until, now + transcripts.KEEP_ENDED_S)
-    if made.result is None:
-        transcripts.note_ended(connection, agent, made.delivery, Ended(made.number, until))
+    if version.result is None:
+        transcripts.note_ended(connection, agent, version.delivery, Ended(version.number, until))
     else:
-        transcripts.remember_answer(connection, agent, made.delivery, made.result, until, version=made.number)
+        transcripts.remember_answer(connection, agent, version.delivery, version.result, until, version=version.number)
 
 
 def lose(connection: Connection, agent_id: str, version: int) -> None:

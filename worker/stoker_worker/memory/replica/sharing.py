@@ -7,7 +7,7 @@ stay as they are: then the store is not noted as shared, and no worker starts wi
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
@@ -95,7 +95,7 @@ def _share_agent(parts: StoreParts, versions: Versions, agent_id: str) -> bool |
         begins_again = there is not None and there.record is None and _keeps_nothing(here, newest + 1)
         if there is not None and not begins_again and there.head != ours:
             return _ANOTHER
-        missing = {version.next.number: version for version in here if version.next.number > newest}
+        missing = {version.number: version for version in here if version.number > newest}
         for version in missing.values():
             versions.create(version)
         if missing and versions.stored(agent_id).keys() - before - missing.keys():  # another worker's, just now
@@ -110,7 +110,7 @@ def _share_agent(parts: StoreParts, versions: Versions, agent_id: str) -> bool |
 
 
 def _keeps_nothing(chain: list[SharedVersion], number: int) -> bool:
-    return any(x.next.number == number and x.record is not None and x.record.keeps_nothing for x in chain)
+    return any(x.number == number and x.record is not None and x.record.keeps_nothing for x in chain)
 
 
 def _chain(connection: Connection, row: AgentRow) -> list[SharedVersion]:
@@ -123,6 +123,6 @@ def _chain(connection: Connection, row: AgentRow) -> list[SharedVersion]:
     for record in records:
         key = record.delivery
         answer = None if key is None else transcripts.answer_text(connection, row.number, key)
-        made = replace(version_of(connection, record), result=answer)
-        found.append(SharedVersion(made, ended if record is records[0] else {}))
+        made = vars(version_of(connection, record)) | {"result": answer}
+        found.append(SharedVersion(**made, ended=ended if record is records[0] else {}))
     return found

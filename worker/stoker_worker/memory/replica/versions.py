@@ -48,22 +48,12 @@ class Emptied(Exception):
 
 
 @dataclass(frozen=True)
-class SharedVersion:
+class SharedVersion(NextVersion):
     """The row of `turns`, the answer to its job, and the cache layout of its model: all that another machine needs to
-    continue. An empty version, without a row, marks that an agent was forgotten.
+    continue. An empty version, without a row, marks that an agent was forgotten. `ended`: of each delivery to the agent
+    that had ended before and may be repeated; in whole and in empty versions."""
 
-    Attributes:
-        next: as its maker made it.
-        ended: of each delivery to the agent that had ended before and may be repeated; in whole and in empty versions.
-    """
-
-    next: NextVersion
     ended: Mapping[bytes, Ended] = field(default_factory=dict)
-
-    @property
-    def record(self) -> TurnRecord | None:
-        """``None``: the agent was forgotten."""
-        return self.next.record
 
     @property
     def head(self) -> bytes:
@@ -72,15 +62,14 @@ class SharedVersion:
 
     def encode(self) -> bytes:
         """The content of the object: the checksum of what follows, a newline, and JSON."""
-        made, record = self.next, self.record
-        fields: dict[str, Any] = {"format": FORMAT, "version": made.number, "result": made.result}
-        if record is not None:
-            row = dict(zip(_NAMES, record.to_row(), strict=True))
+        fields: dict[str, Any] = {"format": FORMAT, "version": self.number, "result": self.result}
+        if self.record is not None:
+            row = dict(zip(_NAMES, self.record.to_row(), strict=True))
             row |= {name: base64.b64encode(row[name]).decode() for name in _BLOBS if row[name] is not None}
-            fields |= row | {"agent_id": made.agent_id, "layout": made.layout}
-        elif made.delivery is not None and made.result is not None:  # without the id of an agent that is forgotten
-            fields["delivery"] = base64.b64encode(made.delivery).decode()
-            result = json.loads(made.result)
+            fields |= row | {"agent_id": self.agent_id, "layout": self.layout}
+        elif self.delivery is not None and self.result is not None:  # without the id of an agent that is forgotten
+            fields["delivery"] = base64.b64encode(self.delivery).decode()
+            result = json.loads(self.result)
             fields["result"] = json.dumps({name: value for name, value in result.items() if name != "agent_id"})
         if self.ended:
             fields["ended"] = [[base64.b64encode(key).decode(), *ended] for key, ended in self.ended.items()]
@@ -108,13 +97,13 @@ class SharedVersion:
                 delivery = None if fields.get("delivery") is None else _blob(fields["delivery"])
                 if result is not None:
                     result = json.dumps(json.loads(result) | {"agent_id": agent_id})
-                return cls(NextVersion(agent_id, version, None, delivery, result), ended)
+                return cls(agent_id, version, None, delivery, result, ended=ended)
             row = {name: fields[name] for name in _NAMES}
             row |= {name: _blob(row[name]) for name in _BLOBS if row[name] is not None}
             record = TurnRecord.of_row(agent_id, version, tuple(row[name] for name in _NAMES))
             if record.to_row()[-1] != row["checksum"]:
                 raise Damaged("its content is not a version")
-            return cls(NextVersion(agent_id, version, record, record.delivery, result, layout), ended)
+            return cls(agent_id, version, record, record.delivery, result, layout, ended)
         except (ValueError, TypeError, KeyError, RecursionError, binascii.Error) as error:
             raise error if isinstance(error, Damaged) else Damaged("its content is not a version") from None
 
@@ -173,24 +162,24 @@ class Versions:
         first = newest - record.about.since_full
         found = self._all(agent_id, range(max(first, here + 1), newest)) + found
         follows = self._follows(found[0], checksum_here)
-        if not follows and found[0].next.number > first:
-            found = self._all(agent_id, range(first, found[0].next.number)) + found
+        if not follows and found[0].number > first:
+            found = self._all(agent_id, range(first, found[0].number)) + found
             follows = self._follows(found[0], checksum_here)
         for before, version in pairwise(found):
             if version.record is None or version.record.parent != before.head:
-                raise Damaged(f"version {version.next.number} does not follow the one before it")
+                raise Damaged(f"version {version.number} does not follow the one before it")
         return found, follows
 
     def put(self, version: SharedVersion) -> None:
         """Make it the agent's newest version. Raises `VersionTaken`: there is another one of its number, or a newer."""
         self.create(version)
-        agent_id, number = version.next.agent_id, version.next.number
+        agent_id, number = version.agent_id, version.number
         if (newest := self.newest(agent_id, number)) > number:
             raise VersionTaken(f"another worker has made version {newest} of agent {agent_id!r}")
 
     def create(self, version: SharedVersion) -> None:
         """As `put`, without a look for newer ones."""
-        agent_id, number = version.next.agent_id, version.next.number
+        agent_id, number = version.agent_id, version.number
         name, content = version_name(agent_id, number), version.encode()
         if not self._bucket.create(name, content):
             there = self._bucket.get(name, READ_LIMIT_S)
@@ -242,10 +231,10 @@ class Versions:
 
     def _follows(self, version: SharedVersion, checksum_here: ChecksumHere) -> bool:
         """True if the version before is the same here as there."""
-        number = version.next.number
+        number = version.number
         if version.record is None or (ours := checksum_here(number - 1)) is None:
             return False
         if not version.record.keeps_nothing:
             return version.record.parent == ours
-        before = self.get(version.next.agent_id, number - 1)
+        before = self.get(version.agent_id, number - 1)
         return before is not None and before.head == ours
