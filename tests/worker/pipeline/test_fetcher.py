@@ -1,29 +1,26 @@
 """The fetcher: it pins the cache of waiting agents in time, and claims again when there is a reason."""
 
 import time
-from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from tests.support.in_memory.queue import InMemoryQueue
 from tests.support.wait import wait_for
-from tests.worker.pipeline.stages import MODEL, TIMEOUT_S, NotedLoader, PlayedStore
+from tests.worker.pipeline.stages import TIMEOUT_S, NotedLoader, PlayedStore
 
 from stoker_shared.answer_parts import Markers
 from stoker_worker.pipeline.fetcher import Fetcher, Leaving
 from stoker_worker.pipeline.job import Job
-from stoker_worker.ports import Busy, ClaimedJob, LoadedModel, MaxBatch, TextSoFar
+from stoker_worker.ports import Busy, ClaimedJob, TextSoFar
 
 
 def fetcher_of(
     queue: InMemoryQueue, loader: NotedLoader, store: PlayedStore | None = None, max_in_flight: int = 1, **options: Any
 ) -> Fetcher:
     """A fetcher that claims once a minute, unless there is a reason to claim at once."""
-    loaded: Future[LoadedModel] = Future()
-    loaded.set_result(replace(MODEL, max_batch=MaxBatch(max_in_flight)))
     values: dict[str, Any] = {"poll_s": 60, "recover_s": 100, "leaving": Leaving(), **options}
-    fetcher = Fetcher(queue, store or PlayedStore(), loader.engine, loader, loaded, **values)
+    fetcher = Fetcher(queue, store or PlayedStore(), loader.engine, loader, max_in_flight=max_in_flight, **values)
+    fetcher.serve(max_in_flight)
     fetcher.start()
     return fetcher
 

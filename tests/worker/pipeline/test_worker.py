@@ -72,8 +72,7 @@ def test_the_first_jobs_caches_are_read_ahead_while_the_model_loads(monkeypatch:
             return super().next_agents(limit)
 
     is_seen, queue, store = threading.Event(), Queue(), Store()
-    for pause in ("_LOOK_S", "_AWAY_S", "_READ_AHEAD_S"):
-        monkeypatch.setattr(f"stoker_worker.pipeline.worker.{pause}", 0.01)
+    monkeypatch.setattr("stoker_worker.pipeline.fetcher._READ_AHEAD_S", 0.01)
     for agent_id in "ba":
         queue.enqueue(agent_id=agent_id, max_tokens=1)
     provider = SlowlyLoaded(max_batch=2, steps_per_s=1000)

@@ -8,7 +8,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import Future
 from dataclasses import replace
 
 from stoker_shared.errors import RedisUnavailable
@@ -24,7 +23,6 @@ from stoker_worker.ports import (
     CacheStorePort,
     CancelReason,
     ClaimedJob,
-    LoadedModel,
     MetricsPort,
     QueuePort,
 )
@@ -77,15 +75,19 @@ class Leaving:
         return True
 
 
-READ_AHEAD_JOBS = 2
+_READ_AHEAD_JOBS = 2
 """For each place in the batch, the caches of so many jobs are read ahead."""
+
+_READ_AHEAD_S = 1.0
+"""Pause between two looks at the waiting jobs while the model loads."""
 
 _GATHER_S = 0.005
 """Pause after a job has ended: jobs often end together, and one claim for all their places costs less."""
 
 
 class Fetcher(threading.Thread):
-    """Claims only as many jobs as fit, and cancels those that timed out or were withdrawn."""
+    """Claims only as many jobs as fit, and cancels those that timed out or were withdrawn. Before `serve` it only
+    recovers the jobs of dead workers, and has the first jobs' caches read."""
 
     def __init__(
         self,
@@ -93,8 +95,8 @@ class Fetcher(threading.Thread):
         store: CacheStorePort,
         engine: EngineThread,
         loader: Loader,
-        loaded: Future[LoadedModel],
         *,
+        max_in_flight: int,
         poll_s: float,
         recover_s: float,
         leaving: Leaving,
@@ -103,7 +105,7 @@ class Fetcher(threading.Thread):
     ) -> None:
         """
         Args:
-            loaded: the model, which has the number of jobs in flight; waited for when the thread starts.
+            max_in_flight: a guess of it, until `serve`.
             poll_s: longest wait between two looks into the queue.
             recover_s: time between two recoveries of dead workers' jobs.
             outage: told when Redis is away.
@@ -113,10 +115,10 @@ class Fetcher(threading.Thread):
         self._store = store
         self._engine = engine
         self._loader = loader
-        self._loaded = loaded
-        self._max_in_flight = 0
+        self._max_in_flight = max_in_flight
         self._poll_s = poll_s
         self._recover = Periodic(recover_s)
+        self._look_ahead = Periodic(_READ_AHEAD_S)
         self._watch = Periodic(0.5)
         self._tidy = Periodic(1.0)
         self._leaving = leaving
@@ -125,12 +127,13 @@ class Fetcher(threading.Thread):
         self._wakefulness = Wakefulness(keep_awake_command())
         self._pinned: tuple[frozenset[str], frozenset[str], bool] | None = None
         self._look_again = False
+        self._serves = threading.Event()
         self._draining = threading.Event()
+        self.has_looked = threading.Event()  # for dead workers, whatever came of it
         self.claims_no_more = threading.Event()
         self.left = threading.Event()
 
     def run(self) -> None:
-        self._max_in_flight = self._loaded.result().max_batch.jobs
         while not self.left.is_set():
             self._cancel_overdue()
             try:
@@ -143,10 +146,16 @@ class Fetcher(threading.Thread):
                 self._recover.make_due()  # a claim may be in doubt: look before the next one, or order is lost
                 self._look_again = False
                 self.left.wait(max(self._poll_s, 0.5))
+            self.has_looked.set()
             self._wakefulness.look(has_jobs=bool(self._queue.in_flight()))
             if self._queue.wait_for_release(0.0 if self._look_again else self._poll_s):
                 time.sleep(_GATHER_S)
         self._wakefulness.end()
+
+    def serve(self, max_in_flight: int) -> None:
+        """Claim jobs from now on: the model is loaded, and the next stages run. Main thread."""
+        self._max_in_flight = max_in_flight
+        self._serves.set()
 
     def drain(self) -> None:
         """Claim nothing more; `claims_no_more` is set when the last claim has ended. Any thread."""
@@ -171,6 +180,10 @@ class Fetcher(threading.Thread):
             if (self._recover.is_due() or self._queue.has_dead()) and (recovered := self._queue.recover()):
                 log.warning("%d jobs of a dead worker are back in the queue", recovered)
                 self._metrics.recovered(recovered)
+            if not self._serves.is_set():
+                if self._look_ahead.is_due():
+                    self._read_ahead()
+                return
             idle = not self._claim() and idle
         self._cancel_withdrawn()
         if listened_to := self._queue.listened_to():
@@ -196,10 +209,13 @@ class Fetcher(threading.Thread):
             self._loader.put(Job(job))
         if n_moved := sum(job.moved_from is not None for job in claimed):
             self._metrics.moved_in(n_moved)
-        self._store.read_ahead(self._queue.next_agents(READ_AHEAD_JOBS * self._max_in_flight))
+        self._read_ahead()
         # A job that could take a free place may wait behind those that were read.
         self._look_again = room > len(claimed) and self._queue.has_unread()
         return bool(claimed)
+
+    def _read_ahead(self) -> None:
+        self._store.read_ahead(self._queue.next_agents(_READ_AHEAD_JOBS * self._max_in_flight))
 
     def _pin_agents(self, *, is_all: bool) -> None:
         """Called before the loader gets a job: the caches that it reads must not be evicted until the job has ended."""

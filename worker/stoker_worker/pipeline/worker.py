@@ -15,9 +15,8 @@ from typing import Final
 
 from stoker_shared.errors import EngineFailed, QueueHeld
 from stoker_worker.events import Outage
-from stoker_worker.periodic import Periodic
 from stoker_worker.pipeline.engine_thread import EngineThread
-from stoker_worker.pipeline.fetcher import READ_AHEAD_JOBS, Fetcher, Leaving
+from stoker_worker.pipeline.fetcher import Fetcher, Leaving
 from stoker_worker.pipeline.finisher import Finisher
 from stoker_worker.pipeline.heartbeat import Heartbeat
 from stoker_worker.pipeline.loader import Loader
@@ -41,10 +40,6 @@ _AWAY_S: Final = 1.0
 """A stop waits no longer than this for a Redis that is away."""
 
 
-_READ_AHEAD_S: Final = 1.0
-"""Pause between two looks at the waiting jobs while the model loads."""
-
-
 class Worker:
     """One resident worker, which holds its lease already. `run` returns at a limit or after a stop."""
 
@@ -64,12 +59,8 @@ class Worker:
         outage = Outage("Redis")
         self._heartbeat = Heartbeat(queue, period_s=settings.heartbeat_s, outage=outage)
         self._store = store
-        self._metrics = metrics
         self._serving: Serving | None = None
-        self._recover_s = settings.recover_s
-        self._n_read_ahead = READ_AHEAD_JOBS * (settings.max_batch or USUAL_JOBS)
         store.order_by(queue.place_of)
-        self._recovery = threading.Thread(target=self._prepare, name="recovery", daemon=True)
         self._finisher = Finisher(store, loaded, metrics, outage=outage)
         self._engine = EngineThread(provider, loaded, self._finisher, metrics)
         self._loader = Loader(
@@ -86,7 +77,7 @@ class Worker:
             store,
             self._engine,
             self._loader,
-            loaded,
+            max_in_flight=settings.max_batch or USUAL_JOBS,
             poll_s=settings.poll_s,
             recover_s=settings.recover_s,
             leaving=Leaving(burst=settings.burst, max_jobs=settings.max_jobs, max_idle_s=settings.max_idle_s),
@@ -113,7 +104,7 @@ class Worker:
             QueueHeld: another worker took over, and puts this one's jobs back.
         """
         self._heartbeat.start()
-        self._recovery.start()
+        self._fetcher.start()
         self._engine.start()
         try:
             model = self._load()
@@ -124,6 +115,7 @@ class Worker:
             if self._heartbeat.deposed.is_set():
                 raise QueueHeld("another worker has taken over the queue")
         finally:
+            self._fetcher.leave()
             self._heartbeat.finish()
             self._heartbeat.join()
 
@@ -146,39 +138,12 @@ class Worker:
             is_suspended=self._queue.is_suspended(),
         )
 
-    def _prepare(self) -> None:
-        """Recover the jobs of dead workers, and read the caches of the first jobs, while the model loads for minutes
-        perhaps. Runs on a thread of its own, so that a stop does not wait for a Redis that hangs."""
-        recover, look = Periodic(self._recover_s), Periodic(_READ_AHEAD_S)
-        while not self._is_to_stop():
-            if recover.is_due():
-                self._recover()
-            if look.is_due():
-                self._read_ahead()
-            if self._loaded.done():
-                return
-            time.sleep(0.02)
-
-    def _recover(self) -> None:
-        try:
-            if recovered := self._queue.recover():
-                log.warning("%d jobs of a dead worker are back in the queue", recovered)
-                self._metrics.recovered(recovered)
-        except Exception:  # the fetcher looks again
-            log.exception("no recovery yet")
-
-    def _read_ahead(self) -> None:
-        try:
-            self._store.read_ahead(self._queue.next_agents(self._n_read_ahead))
-        except Exception as error:  # it would only have saved time
-            log.debug("the first jobs' caches are not read ahead: %s", error)
-
     def _load(self) -> LoadedModel | None:
-        """Wait for the model and the recovery; ``None`` if a stop comes first."""
-        while self._recovery.is_alive() or not self._loaded.done():
+        """Wait for the model and the first recovery; ``None`` if a stop comes first."""
+        while not (self._fetcher.has_looked.is_set() and self._loaded.done()):
             if self._is_to_stop():
                 return None
-            time.sleep(0.05)
+            time.sleep(_LOOK_S)
         return self._loaded.result()
 
     def _serve(self, model: LoadedModel) -> None:
@@ -189,7 +154,7 @@ class Worker:
         mode = str(model.mode)
         self._serving = serving = Serving(model.name, model.context_tokens, mode, width.jobs, width.why)
         self._queue.announce(serving)
-        self._fetcher.start()
+        self._fetcher.serve(width.jobs)
         log.info("ready: %s", serving)
         self._drain()
         # In the order in which a job passes through them: nothing is put into a stage that has ended.

@@ -36,7 +36,7 @@ class MetricsPort:
         """
 
     def recovered(self, n_jobs: int) -> None:
-        """Jobs of dead workers are back in the queue. Fetcher and recovery threads."""
+        """Jobs of dead workers are back in the queue. Fetcher thread."""
 
     def moved_in(self, n_agents: int) -> None:
         """Jobs were claimed, for `n_agents` agents whose newest version another worker had made. Fetcher thread."""

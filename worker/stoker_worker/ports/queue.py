@@ -304,8 +304,8 @@ class QueuePort(Protocol):
         """At most `limit` agents of waiting jobs, about in the order in which `claim` would take these, without agents
         that have a job in flight. Changes nothing.
 
-        Before the first `claim`, while no other thread uses the waiting jobs, it asks Redis, a little further each
-        time. Later it knows what `claim` has read, and makes no round trip.
+        Before the first `claim` it asks Redis, a little further each time. Later it knows what `claim` has read, and
+        makes no round trip.
         """
         ...
 
@@ -323,7 +323,7 @@ class QueuePort(Protocol):
         ...
 
     def recover(self) -> int:
-        """Put back the jobs that dead workers had in flight; returns how many. At the start: recovery thread."""
+        """Put back the jobs that dead workers had in flight; returns how many."""
         ...
 
     def has_dead(self) -> bool:

@@ -1,4 +1,4 @@
-"""Puts back the jobs of dead members and of this member's earlier processes. Fetcher thread; recovery thread at first.
+"""Puts back the jobs of dead members and of this member's earlier processes. Fetcher thread.
 
 To put a dead member's jobs back, a worker takes its lease: that deposes the member even if it only slept, and keeps
 others from doing the same. So an execution in a member's name that the holder of its lease does not know is an orphan:
