@@ -28,7 +28,6 @@ from tests.worker.memory.agents import (
     problems_of,
     run_job,
     tidy,
-    walk,
 )
 from tests.worker.memory.faulty_files import FullFiles
 
@@ -148,7 +147,6 @@ class Budget(RuleBasedStateMachine):
         self.files.arm(fail_at, failures)
         result = self.store.save(turn)
         self.files.arm(0, 0)
-        walk(self.store)  # a snapshot that could not be renamed, to be a checkpoint, counts until then
         self.done["uncached"] += result != turn.result
         token_ids = turn.transcript.token_ids
         self.transcripts[name], self.boundaries[name] = token_ids, self.boundaries_of(token_ids, ())

@@ -16,6 +16,8 @@ from tests.worker.memory.agents import (
     MODEL,
     Agent,
     FastDisk,
+    call_of_session,
+    disk_bytes,
     files_below,
     ids,
     open_store,
@@ -293,6 +295,24 @@ def test_a_log_that_is_only_being_read_costs_no_cache(tmp_path: Path) -> None:
             before = len(files_below(tmp_path / "blocks"))
             store.budget.free(1000)
         assert len(files_below(tmp_path / "blocks")) >= before - 2
+
+
+def test_a_snapshot_that_cannot_become_a_checkpoint_does_not_count(tmp_path: Path) -> None:
+    class Full(FastDisk):
+        def rename(self, source: Path, target: Path) -> None:
+            if "-snapshot-" in source.name:
+                refused.append(target)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            super().rename(source, target)
+
+    refused: list[Path] = []
+    with closing(AgentCacheStore(tmp_path, files=Full())) as store:
+        for length in (600, 900):
+            Agent(store, model=HYBRID).say(LONG[:length])
+            call_of_session(store, LONG[:length], model=HYBRID, salt="of its own")
+        assert len(refused) == 2
+        tidy(store)
+        assert store.budget.total_bytes == disk_bytes(tmp_path)
 
 
 @pytest.mark.parametrize("small_disk", [600_000], indirect=True)

@@ -557,15 +557,19 @@ class PieceFolder:
 
     def keep_only(
         self, pieces: Container[Path], agent_id: str, version: int, *, outlived: Mapping[Path, Path] | None = None
-    ) -> None:
+    ) -> list[Path]:
         """Remove this version's other files, which a crash may have left, and those of the version before; `outlived`
-        (see `SavedBlocks`) are renamed instead. Never raises."""
+        (see `SavedBlocks`) are renamed instead. Never raises; returns the checkpoints that these did not become."""
+        failed = []
         for source, target in (outlived or {}).items():
-            with suppress(OSError):
+            try:
                 self._writer.make_folder(target.parent)  # a model without full attention has no blocks
                 self._writer.files.rename(source, target)
+            except OSError:
+                failed.append(target)
         places = (*self.paths(agent_id, version - 1), *self.paths(agent_id, version))
         self.remove(path for path in places if path not in pieces)
+        return failed
 
     def remove(self, paths: Iterable[Path]) -> None:
         """Remove those that exist. Never raises: `Upkeep` finds what is left."""

@@ -268,7 +268,7 @@ class DiskBudget:
         called with the id of an agent before it loses cache."""
         self._parts = parts
         self._database = parts.database
-        self._notes = notes
+        self.notes = notes
         self._on_evicted = on_evicted
         self._settling = threading.Lock()
         self._holds = parts.holds
@@ -290,14 +290,14 @@ class DiskBudget:
         """As `Holds.using`; the agent counts as used now."""
         with self._holds.using(agent_id, blocks):
             if agent_id is not None:
-                self._notes.used(agent_id)
+                self.notes.used(agent_id)
             yield
 
     def saved(self, agent_id: str | None, n_bytes: int = 0) -> None:
         """The agent's new version is committed, with its blocks; ``None``: blocks of a job without an agent. `n_bytes`:
         by how much the store has grown at most; the limit is checked only when that may exceed it."""
         if agent_id is not None:
-            self._notes.saved(agent_id)
+            self.notes.saved(agent_id)
         with self._holds.lock:
             self._room_bytes -= n_bytes
             is_over = self._room_bytes < 0

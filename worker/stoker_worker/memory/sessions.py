@@ -171,7 +171,8 @@ class SessionCaches:
         except (OSError, Damaged):
             self._pieces.remove(pieces)
             raise
-        self._pieces.keep_only(pieces, name, version, outlived=saved.outlived)
+        for path in self._pieces.keep_only(pieces, name, version, outlived=saved.outlived):
+            self._budget.notes.block_changed(path)
         return saved.n_bytes + piece_bytes + LOG_BYTES
 
     def _take(self, session: str, chain: BlockChain) -> tuple[str, int, Places]:

@@ -247,7 +247,8 @@ class TurnSaver:
             self._pieces.remove(pieces)
             raise
         self._known_models.add(turn.model.fingerprint)
-        self._pieces.keep_only(pieces, turn.agent_id, turn.version, outlived=saved.outlived)
+        for path in self._pieces.keep_only(pieces, turn.agent_id, turn.version, outlived=saved.outlived):
+            self._budget.notes.block_changed(path)
         return saved.n_bytes + piece_bytes + LOG_BYTES + _ROW_BYTES * len(record.new_tokens)
 
     def _goes_on_from(self, turn: Turn, chain: BlockChain) -> Places:
