@@ -587,13 +587,11 @@ def read_answer(connection: Connection, agent: int, key: bytes) -> Mapping[str, 
     Raises `Damaged`: the result is damaged or gone."""
     rows = connection.execute(_ANSWER, (agent, key)).fetchall()
     if (row := next((row for row in rows if row[0] == 1), None)) is not None:
-        _, result, written = row
-        with suppress(ValueError, TypeError):
-            if row_checksum((agent, key, result)) == written:
-                version, text = result.split(" ", 1)
-                answer: Mapping[str, Any] | AnswerIn = json.loads(text) if text else AnswerIn(int(version))
-                return answer
-        raise Damaged("the answer to this delivery is damaged")
+        version, text = _answer_parts(agent, key, *row[1:])
+        if version is None:
+            raise Damaged("the answer to this delivery is damaged")
+        answer: Mapping[str, Any] | AnswerIn = json.loads(text) if text else AnswerIn(version)
+        return answer
     try:
         may_come_again = bool(rows) and _ABOUT.validate_json(rows[0][1]).answer_until > time.time()
     except ValidationError:
@@ -631,25 +629,28 @@ def job_has_ended(connection: Connection, agent: int, version: int) -> None:
 
 
 def ends_for(connection: Connection, agent: int) -> dict[bytes, Ended]:
-    """The ends of the agent's deliveries that may be repeated, by their keys."""
-    sql = "SELECT key, result, expires FROM deliveries WHERE agent = ? AND expires > ?"
-    rows = (
-        (key, _answer_parts(result)[0], until) for key, result, until in connection.execute(sql, (agent, time.time()))
-    )
-    return {key: Ended(version, until) for key, version, until in rows}
+    """The ends of the agent's deliveries that may be repeated, by their keys. A damaged one is in version 0,
+    where no answer is: if it is repeated, it is refused."""
+    columns = "CAST(key AS BLOB), result, checksum, CAST(expires AS REAL)"
+    sql = f"SELECT {columns} FROM deliveries WHERE agent = ? AND expires > ?"
+    rows = connection.execute(sql, (agent, time.time()))
+    return {key: Ended(_answer_parts(agent, key, *answer)[0] or 0, until) for key, *answer, until in rows}
 
 
 def answer_text(connection: Connection, agent: int, key: bytes) -> str | None:
-    """The answer as JSON; ``None``: it is not here."""
-    sql = "SELECT result FROM deliveries WHERE agent = ? AND key = ?"
+    """The answer as JSON; ``None``: it is not here, or damaged."""
+    sql = "SELECT result, checksum FROM deliveries WHERE agent = ? AND key = ?"
     found = connection.execute(sql, (agent, key)).fetchone()
-    return _answer_parts(found[0])[1] or None if found else None
+    return _answer_parts(agent, key, *found)[1] or None if found else None
 
 
-def _answer_parts(result: str) -> tuple[int, str]:
-    """The version (0 in a damaged row) and the answer as JSON."""
-    version, _, text = result.partition(" ")
-    return int(version) if version.isdecimal() else 0, text
+def _answer_parts(agent: int, key: bytes, result: Any, written: Any) -> tuple[int | None, str]:
+    """The version and the answer as JSON; ``None`` and nothing of a damaged row."""
+    with suppress(ValueError, TypeError):
+        if row_checksum((agent, key, result)) == written:
+            version, text = result.split(" ", 1)
+            return int(version), text
+    return None, ""
 
 
 def keep_answer(connection: Connection, agent_id: str, key: bytes, until: float) -> None:

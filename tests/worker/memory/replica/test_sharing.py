@@ -9,12 +9,13 @@ from click.testing import CliRunner
 from tests.worker.memory.agents import Agent, files_below, ids, open_store, problems_of
 from tests.worker.memory.replica.sharing import BOTH, Machine, Share
 
-from stoker_shared.errors import SharedStoreAway, StoreUnusable
+from stoker_shared.errors import AgentVersionConflict, SharedStoreAway, StoreUnusable
 from stoker_worker.cli.main import main
 from stoker_worker.memory.replica import sharing
 from stoker_worker.memory.replica.bucket import Bucket
 from stoker_worker.memory.replica.versions import version_name
 from stoker_worker.memory.store_parts import opened
+from stoker_worker.memory.transcripts import FULL_EVERY
 
 LONG = ids(2000)
 Start = Callable[..., Machine]
@@ -90,6 +91,26 @@ def test_an_interrupted_share_goes_on(
     assert share_store(tmp_path / "one", share)[1] == {"agents": 5, "put": 4, "n_refused": 0, "refused": {}}
     two = machine("two")
     assert [two.agent(f"agent{n}").open().number for n in range(5)] == [20] * 5
+
+
+@pytest.mark.parametrize("damage", ["CAST(result AS BLOB)", "replace(result, 'job', 'JOB')"])
+def test_a_damaged_answer_is_refused_elsewhere_and_keeps_no_agent_here(
+    machine: Start, share: Share, tmp_path: Path, damage: str
+) -> None:
+    alone = open_store(tmp_path / "one")
+    turn = Agent(alone).turn(LONG[:20])
+    alone.save(turn)
+    alone.parts.database.commit(lambda connection: connection.execute(f"UPDATE deliveries SET result = {damage}"))
+    alone.close()
+    assert share_store(tmp_path / "one", share)[0] == 0
+    one, two = machine("one"), machine("two")
+    for _ in range(2):
+        two.store.look("agent")
+        with pytest.raises(AgentVersionConflict, match="its answer is not kept any more"):
+            two.store.answer("agent", turn.delivery)
+        for n in range(FULL_EVERY):  # one of these versions is whole, and has the ends of all deliveries
+            one.agent().say(LONG[: 21 + n % 2])
+    assert one.run("forget").model_dump()["existed"]
 
 
 @pytest.mark.parametrize("number", [3, 40])
