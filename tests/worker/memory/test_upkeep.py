@@ -284,19 +284,6 @@ def test_the_index_follows_the_files(tmp_path: Path, store: AgentCacheStore) -> 
     assert rows(store, "SELECT cache_bytes FROM store") == [(counted,)]
 
 
-def test_the_bytes_of_chains_follow_the_files_too(tmp_path: Path, store: AgentCacheStore) -> None:
-    for name in "abc":
-        Agent(store, name).say((*LONG[:600], *ids(300, seed=ord(name))))
-    for path in files_below(tmp_path / "blocks"):
-        path.write_bytes(path.read_bytes() * 5)
-    one_round(store)
-    tidy(store)
-    for address, n_bytes, chain_bytes in rows(store, "SELECT address, n_bytes, chain_bytes FROM blocks"):
-        with store.parts.database.snapshot() as connection:
-            sizes = [block.n_bytes for block in cache_index.chain_back(connection, address)]
-        assert (n_bytes > 100_000, chain_bytes) == (True, sum(sizes))
-
-
 def test_a_walk_changes_nothing_in_a_store_that_is_right(store: AgentCacheStore) -> None:
     for number in range(100):
         Agent(store, f"agent {number}").say(ids(270, seed=number % 30), (number,))

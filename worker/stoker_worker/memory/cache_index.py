@@ -55,13 +55,6 @@ _BYTES: Final = "CAST(n_bytes AS INTEGER), coalesce(CAST(checkpoint_bytes AS INT
 _COLUMNS: Final = f"lower(hex(address)), lower(hex(parent)), CAST(model AS TEXT), {_BYTES}"
 _BLOCK: Final = f"SELECT {_COLUMNS}, {_N_USERS} FROM blocks"
 
-_GROW_CHAINS: Final = (
-    "WITH RECURSIVE after_it (address) AS (VALUES (?1)"
-    " UNION SELECT blocks.address FROM after_it JOIN blocks ON blocks.parent = after_it.address)"
-    " UPDATE blocks SET chain_bytes = chain_bytes + ?2 WHERE address IN after_it"
-)
-"""Of a block that has grown, and of all that follow it."""
-
 HAS_CACHE: Final = "(piece_bytes > 0 OR last_block IS NOT NULL)"
 """The condition of the index `agents_with_cache`: the agent has cache on disk."""
 
@@ -306,8 +299,6 @@ def correct_sizes(connection: Connection, address: str, sizes: tuple[int, int], 
         " WHERE address = ?4"
     )
     connection.execute(sql, (*sizes, now, bytes.fromhex(address)))
-    if sizes[0] != known[0]:
-        connection.execute(_GROW_CHAINS, (bytes.fromhex(address), sizes[0] - known[0]))
     count_bytes(connection, sum(sizes) - sum(known))
 
 
