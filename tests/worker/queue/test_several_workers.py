@@ -43,6 +43,19 @@ def test_a_dead_workers_jobs_go_on_elsewhere_in_order_and_before_its_agents_late
     assert set(connection.hgetall(MEMBERS_KEY)) == {b"b"}
 
 
+def test_a_worker_that_dies_is_noticed_also_while_a_model_loads(join, submit):
+    a, b = join("a"), impatient(join("b"))
+    submit("x")
+    claim(a)
+    die(a)
+    end = time.monotonic() + 20
+    while not b.has_dead():  # as the fetcher does before it claims
+        assert time.monotonic() < end, "not noticed"
+        b.next_agents(1)
+        time.sleep(0.02)
+    assert b.recover() == 1
+
+
 @pytest.mark.parametrize("for_longer_than_its_number_is_kept", [False, True])
 def test_a_worker_that_slept_is_deposed_by_whoever_puts_its_jobs_back(
     connection, join, submit, for_longer_than_its_number_is_kept

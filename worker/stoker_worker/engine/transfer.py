@@ -60,7 +60,7 @@ class MlxRoom(PrefixRoom):
 
     def take(self) -> list[tuple[Any, Any]]:
         if self.is_viewed or len(self._arrays) < len(self._dtypes):
-            raise ValueError("the memory of a restored cache is still in use")
+            raise ValueError("the memory of a restored cache is still in use, or was taken before")
         arrays, self._arrays = self._arrays, []
         return [(keys.view(as_), values.view(as_)) for (keys, values), as_ in zip(arrays, self._dtypes, strict=True)]
 

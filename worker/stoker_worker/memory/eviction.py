@@ -132,8 +132,9 @@ class Notes:
 
 
 def _measure_block(connection: Connection, path: Path) -> None:
-    sizes = allocated_bytes(path), allocated_bytes(checkpoint_beside(path))
-    cache_index.correct_sizes(connection, path.stem, sizes, now=time.time())
+    with suppress(OSError):  # the walk measures it again
+        sizes = allocated_bytes(path), allocated_bytes(checkpoint_beside(path))
+        cache_index.correct_sizes(connection, path.stem, sizes, now=time.time())
 
 
 def _write(connection: Connection, notes: Iterable[_Note]) -> None:

@@ -588,10 +588,11 @@ def read_answer(connection: Connection, agent: int, key: bytes) -> Mapping[str, 
     rows = connection.execute(_ANSWER, (agent, key)).fetchall()
     if (row := next((row for row in rows if row[0] == 1), None)) is not None:
         version, text = _answer_parts(agent, key, *row[1:])
-        if version is None:
-            raise Damaged("the answer to this delivery is damaged")
-        answer: Mapping[str, Any] | AnswerIn = json.loads(text) if text else AnswerIn(version)
-        return answer
+        with suppress(ValueError):
+            if text is not None:
+                answer: Mapping[str, Any] | AnswerIn = json.loads(text) if text else AnswerIn(version)
+                return answer
+        raise Damaged("the answer to this delivery is damaged")
     try:
         may_come_again = bool(rows) and _ABOUT.validate_json(rows[0][1]).answer_until > time.time()
     except ValidationError:
@@ -629,12 +630,11 @@ def job_has_ended(connection: Connection, agent: int, version: int) -> None:
 
 
 def ends_for(connection: Connection, agent: int) -> dict[bytes, Ended]:
-    """The ends of the agent's deliveries that may be repeated, by their keys. A damaged one is in version 0,
-    where no answer is: if it is repeated, it is refused."""
+    """The ends of the agent's deliveries that may be repeated, by their keys."""
     columns = "CAST(key AS BLOB), result, checksum, CAST(expires AS REAL)"
     sql = f"SELECT {columns} FROM deliveries WHERE agent = ? AND expires > ?"
     rows = connection.execute(sql, (agent, time.time()))
-    return {key: Ended(_answer_parts(agent, key, *answer)[0] or 0, until) for key, *answer, until in rows}
+    return {key: Ended(_answer_parts(agent, key, *answer)[0], until) for key, *answer, until in rows}
 
 
 def answer_text(connection: Connection, agent: int, key: bytes) -> str | None:
@@ -644,13 +644,15 @@ def answer_text(connection: Connection, agent: int, key: bytes) -> str | None:
     return _answer_parts(agent, key, *found)[1] or None if found else None
 
 
-def _answer_parts(agent: int, key: bytes, result: Any, written: Any) -> tuple[int | None, str]:
-    """The version and the answer as JSON; ``None`` and nothing of a damaged row."""
-    with suppress(ValueError, TypeError):
-        if row_checksum((agent, key, result)) == written:
-            version, text = result.split(" ", 1)
-            return int(version), text
-    return None, ""
+def _answer_parts(agent: int, key: bytes, result: Any, written: Any) -> tuple[int, str | None]:
+    """The version, and the answer as JSON; ``None``: the row is damaged. The version may then be wrong, or 0: no harm,
+    because an answer is taken from a version only if that is of the same delivery."""
+    version, is_damaged = 0, True
+    with suppress(ValueError, TypeError, AttributeError):
+        number, text = result.split(" ", 1)
+        version = int(number)
+        is_damaged = row_checksum((agent, key, result)) != written
+    return version, None if is_damaged else text
 
 
 def keep_answer(connection: Connection, agent_id: str, key: bytes, until: float) -> None:

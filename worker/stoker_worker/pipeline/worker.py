@@ -118,6 +118,7 @@ class Worker:
             self._fetcher.leave()
             self._heartbeat.finish()
             self._heartbeat.join()
+            self._fetcher.join(_AWAY_S)  # or it would renew the lease that the caller gives up
 
     def is_still_loading(self) -> bool:
         """After `run`: whether a stop came while the model loads. The engine thread then still loads it."""
@@ -140,7 +141,7 @@ class Worker:
 
     def _load(self) -> LoadedModel | None:
         """Wait for the model and the first recovery; ``None`` if a stop comes first."""
-        while not (self._fetcher.has_looked.is_set() and self._loaded.done()):
+        while not (self._loaded.done() and (self._fetcher.has_looked.is_set() or not self._fetcher.is_alive())):
             if self._is_to_stop():
                 return None
             time.sleep(_LOOK_S)

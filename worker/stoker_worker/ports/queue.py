@@ -327,7 +327,8 @@ class QueuePort(Protocol):
         ...
 
     def has_dead(self) -> bool:
-        """True if the last `claim` saw that another worker has died, whose jobs `recover` puts back; no round trip."""
+        """True if the last `claim`, or `next_agents` before the first one, saw that another worker has died, whose jobs
+        `recover` puts back, or if `recover` broke off; no round trip."""
         ...
 
     def leave(self) -> None:

@@ -141,6 +141,7 @@ class RqQueue(QueuePort):
 
     @as_redis_unavailable()
     def next_agents(self, limit: int) -> tuple[str, ...]:
+        self._members.look_if_due()  # only before the first claim: each claim looks
         return self._claim_order.next_agents(limit)
 
     @as_redis_unavailable()

@@ -113,6 +113,18 @@ def test_a_damaged_answer_is_refused_elsewhere_and_keeps_no_agent_here(
     assert one.run("forget").model_dump()["existed"]
 
 
+def test_an_answer_that_is_damaged_here_is_given_elsewhere_from_the_shared_store(machine: Start) -> None:
+    one, two = machine("one"), machine("two")
+    turn = one.agent().turn(LONG[:20])
+    one.store.save(turn)
+    damage = "UPDATE deliveries SET result = replace(result, 'job', 'JOB')"
+    one.store.parts.database.commit(lambda connection: connection.execute(damage))
+    for n in range(FULL_EVERY):  # one of these versions is whole, and has the ends of all deliveries
+        one.agent().say(LONG[: 21 + n % 2])
+    two.store.look("agent")
+    assert two.store.answer("agent", turn.delivery) == turn.result
+
+
 @pytest.mark.parametrize("number", [3, 40])
 def test_an_agent_that_another_worker_makes_at_the_same_time_is_named(
     share: Share, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
