@@ -31,7 +31,7 @@ MIXED, RESTORED, COMING, EQUAL = 2.5, 1.4, 1.1, 1.0
 
 def loads(bench: Bench, *, quick: bool) -> list[Load]:
     """Unequal rows, fresh and restored; restored rows and short ones that come and go; rows of similar length."""
-    long, medium, said = ((1, 300), (3, 40), 4) if quick else ((2, 600), (14, 60), 16)  # rows, and tokens of each
+    long, medium, said = ((1, 300), (3, 40), 4) if quick else ((2, 3000), (14, 200), 32)  # rows, and tokens of each
     rows, places, context = (5, 3, 300) if quick else (24, 12, 512)
     few, some, most = (2, 4, 6) if quick else (8, 16, 32)  # tokens generated; short rows generate up to `most`
     n_steady, equal, each = (3, (1, 2), 3) if quick else (16, (1, 4), 16)
@@ -61,7 +61,7 @@ def loads(bench: Bench, *, quick: bool) -> list[Load]:
     ]  # fmt: skip
 
 
-ROUNDS = {"mixed": 1, "restored": 3, "short": 3, "steady": 3}
+ROUNDS = {"mixed": 1, "mixed_restored": 3, "restored": 3, "short": 3, "steady": 3}
 """Of loads whose rounds take longer than 20 s on two cores; the others have five."""
 LEAST = 0.97
 MOST_LONGEST, MOST_JOIN, MOST_MEMORY = 1.5, 1.3, 1.15
