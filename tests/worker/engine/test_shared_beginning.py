@@ -57,6 +57,19 @@ def test_a_sequence_takes_the_beginning_of_one_that_decodes_already(layout):
     assert_right(layout, [second], done)
 
 
+def test_a_templates_few_words_are_taken_from_a_sequence_that_has_them_but_not_waited_for(layout):
+    rng = random.Random(8)
+    words = random_ids(rng, 24)
+    first, second, third = (replace(work([*words, *random_ids(rng, 40)], 60), shares=OURS) for _ in range(3))
+    engine = layout.engine()
+    uids = [engine.submit(first), engine.submit(second)]
+    while next(iter(engine.progress().values())).tokens < 20:
+        engine.step()
+    done = finish(engine, [*uids, engine.submit(third)])
+    assert [end.cached_tokens for end in done] == [0, 0, 24]
+    assert_right(layout, [first, second, third], done)
+
+
 @pytest.mark.parametrize("other", [None, ("theirs",)])
 def test_nothing_is_shared_across_salts(layout, other):
     rng = random.Random(4)

@@ -26,6 +26,9 @@ from stoker_worker.ports.memory import common_length
 LEAST_TOKENS: Final = 64
 """Prefilling fewer tokens is faster than waiting for them."""
 
+_LEAST_COPIED: Final = 16
+"""Prefilling fewer tokens is faster than copying them. The words of a template before a message are often more."""
+
 LEAST_SHARED: Final = 256
 """A shorter beginning is copied: rows that short share arrays anyway."""
 
@@ -66,16 +69,19 @@ def shared_beginning(waiting: Sequence, in_batch: Iterable[Sequence]) -> Beginni
 
     One that its own caches hold already is returned only once it is prefilled and can be shared.
     """
-    key, wanted = waiting.work.shares, waiting.n_cached + LEAST_TOKENS
-    least = min(wanted, LEAST_SHARED)
+    key, n_cached = waiting.work.shares, waiting.n_cached
+    least = min(n_cached + LEAST_TOKENS, LEAST_SHARED) if n_cached else _LEAST_COPIED
     if key is None or waiting.n_prompt <= least:
         return None
     others = (other for other in in_batch if other.work.shares == key)
-    found = (Beginning(waiting, other, _n_common(waiting, other, least)) for other in others)
+    found = [Beginning(waiting, other, _n_common(waiting, other, least)) for other in others]
     best = max(found, key=lambda beginning: (beginning.n_tokens, beginning.is_prefilled), default=None)
-    if best is None or best.n_tokens >= wanted:
+    if best is None or best.n_tokens >= n_cached + LEAST_TOKENS:
         return best
-    held = Beginning(waiting, best.of, min(best.n_tokens, waiting.n_cached))
+    if not n_cached:
+        ready = (beginning for beginning in found if beginning.n_tokens and beginning.is_prefilled)
+        return max(ready, key=lambda beginning: beginning.n_tokens, default=None)
+    held = Beginning(waiting, best.of, min(best.n_tokens, n_cached))
     return held if held.is_prefilled and held.n_shared else None
 
 
