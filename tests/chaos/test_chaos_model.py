@@ -52,7 +52,7 @@ def test_answers_are_those_of_the_model_alone_whatever_happens(tmp_path, smollm2
         hooks = {**hooks, "engine": MLX_ENGINE, "die": POISON}
         return start_fresh(["--model", str(smollm2), *arguments], log, env=SHORT, hooks=hooks)
 
-    breed = Breed(start, start_s=15, pause_s=(2, 8))
+    breed = Breed(start, start_s=90, pause_s=(2, 8))  # the first start has the proof
     plan = lambda draw: draw_jobs(draw, REAL, **SIZE)  # noqa: E731
     broken = play(tmp_path, plan, breed, COURSE, lambda: ModelOracle(smollm2))
     assert broken == [], "\n".join(broken)
