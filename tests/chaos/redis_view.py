@@ -36,6 +36,10 @@ class RedisView:
     def in_flight(self, worker_name: str | None) -> list[str]:
         return [job_id for job_id, owner in self.started() if owner == worker_name]
 
+    def workers(self) -> list[str]:
+        """The keys of the workers that RQ's tools know of."""
+        return [key.decode() for key in self.connection.smembers("rq:workers")]
+
     def lost_alone(self, job_id: str) -> int:
         """How many workers were lost while the job ran alone, by the count in its hash."""
         return int(self.connection.hget(f"rq:job:{job_id}", FIELD_LOST_ALONE) or 0)

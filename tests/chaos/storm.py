@@ -444,7 +444,8 @@ class Storm:
             assert not self._traffic.errors, self._traffic.errors
 
     def calm(self, timeout_s: float) -> None:
-        """Set the clock right and leave the worker alone until every job has ended; then stop it in order."""
+        """Set the clock right and leave the worker alone until every job has ended and it has removed the dead workers,
+        whose registrations outlive them for a moment; then stop it in order."""
         self._say("calm")
         self._losses.end()
         self._episodes.set_clock(MOST_OFF_S)
@@ -458,9 +459,12 @@ class Storm:
             if left and time.monotonic() > said_at + _SAYS_EVERY_S:
                 said_at = time.monotonic()
                 self._say(f"left: {left[:10]}")
-            return self.crew.is_ready and self._traffic.is_over and not left
+            return self.crew.is_ready and self._traffic.is_over and not left and len(self._view.workers()) == 1
 
-        wait_for(over, timeout_s, lambda: f"left: {self._view.left()[:20]}\n{self.crew.worker.log[-3000:]}")
+        def state() -> str:
+            return f"left: {self._view.left()[:20]}, {self._view.workers()}\n{self.crew.worker.log[-3000:]}"
+
+        wait_for(over, timeout_s, state)
         self.crew.worker.signal(signal.SIGTERM)
         code = self.crew.worker.wait(30)
         if code != 0:
