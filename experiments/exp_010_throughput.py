@@ -73,7 +73,8 @@ def longer_loads(bench: Bench, dice: random.Random, places: int, most: int, rows
 def _jobs(bench: Bench, dice: random.Random, lengths: Sequence[int]) -> list[Job]:
     made = []
     for number, max_tokens in enumerate(lengths):
-        text = text_of(bench.encode, SIX_KINDS[number % len(SIX_KINDS)], dice.randrange(12, 40))
+        # The number keeps beginnings apart: tokens in common would be prefilled once, which mlx-lm's loop does not do.
+        text = f"{number}: " + text_of(bench.encode, SIX_KINDS[number % len(SIX_KINDS)], dice.randrange(12, 40))
         made.append(Job(text, tuple(bench.encode(text)), max_tokens))
     return made
 
