@@ -1,4 +1,4 @@
-"""EXP-021, a day in small: does a worker that serves 120 agents for 800 jobs grow, slow down or lose anything?
+"""EXP-021, a day in small: does a worker that serves 240 agents for 1,600 jobs grow, slow down or lose anything?
 
 Jobs go through Redis to a worker process with the real model. Agents come, return soon or much later, and stay away;
 lengths have long tails. The RAM cache is smaller than the agents. A quarter into it, the worker is killed.
@@ -50,7 +50,7 @@ class Size:
     ram_bytes: int
 
 
-FULL = Size(800, 120, 300, (2, 8), 100, 40, 128 << 20)
+FULL = Size(1600, 240, 300, (2, 8), 100, 40, 128 << 20)
 QUICK = Size(32, 6, 60, (2, 4), 12, 8, 4 << 20)
 
 
