@@ -132,7 +132,7 @@ def compared(delay_ms: int, found: dict[str, list[Json]], per_worker: int) -> Js
 
 
 def run(url: str, folder: Path, *, quick: bool) -> Json:
-    per_worker, rounds, waiting = (40, 1, 5000) if quick else (112, 1, 100_000)
+    per_worker, rounds, waiting = (40, 1, 5000) if quick else (240, 1, 100_000)
     with ExitStack() as servers:
         port = servers.enter_context(s3_server(folder))
         proxies = {ms: servers.enter_context(SlowProxy(port, ms / 1000)) for ms in DELAYS_MS}
