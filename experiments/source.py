@@ -10,13 +10,16 @@ from common import HERE, Json
 
 _WORKER = "worker/stoker_worker"
 _ENGINE, _MEMORY, _QUEUE, _PLACEMENT = (f"{_WORKER}/{room}" for room in ("engine", "memory", "queue", "placement"))
+# Not its command line, service, doctor and metrics: no figure is of them.
+_REST = (f"{_WORKER}/pipeline", f"{_WORKER}/models", f"{_WORKER}/settings.py")
+_SERVING = (_ENGINE, _MEMORY, _QUEUE, _PLACEMENT, *_REST)
 MEASURED = {
     "001": (f"{_WORKER}/models", _ENGINE, _MEMORY), "002": (_ENGINE,), "003": (_ENGINE, _MEMORY),
     "004": (_ENGINE, _MEMORY), "006": (_ENGINE, _MEMORY), "007": (_ENGINE, _MEMORY), "008": (_ENGINE, _MEMORY),
-    "009": (_WORKER,), "010": (_ENGINE, f"{_WORKER}/pipeline"), "011": (_ENGINE,), "012": (_MEMORY,), "013": (_QUEUE,),
-    "014": (_WORKER,), "015": (_ENGINE,), "016": (_MEMORY,), "017": (_ENGINE,), "018": (_ENGINE,),
-    "019": ("producer/stoker/batch", "shared/stoker_shared/trust.py"), "020": (_ENGINE,), "021": (_WORKER,),
-    "022": (_ENGINE,), "023": (_ENGINE,), "024": (_WORKER,), "025": (_QUEUE, _PLACEMENT), "026": (_QUEUE, _PLACEMENT),
+    "009": _SERVING, "010": (_ENGINE, f"{_WORKER}/pipeline"), "011": (_ENGINE,), "012": (_MEMORY,), "013": (_QUEUE,),
+    "014": _SERVING, "015": (_ENGINE,), "016": (_MEMORY,), "017": (_ENGINE,), "018": (_ENGINE,),
+    "019": ("producer/stoker/batch", "shared/stoker_shared/trust.py"), "020": (_ENGINE,), "021": _SERVING,
+    "022": (_ENGINE,), "023": (_ENGINE,), "024": _SERVING, "025": (_QUEUE, _PLACEMENT), "026": (_QUEUE, _PLACEMENT),
     "027": (_ENGINE, _MEMORY),
 }  # fmt: skip
 """By an experiment's number: the paths whose behaviour its figures tell."""
