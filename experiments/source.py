@@ -5,24 +5,30 @@ import ast
 import re
 import subprocess
 from collections.abc import Sequence
+from typing import Final
 
 from common import HERE, Json
 
 _WORKER = "worker/stoker_worker"
-_ENGINE, _MEMORY, _QUEUE, _PLACEMENT = (f"{_WORKER}/{room}" for room in ("engine", "memory", "queue", "placement"))
-# Not its command line, service, doctor and metrics: no figure is of them.
-_REST = (f"{_WORKER}/pipeline", f"{_WORKER}/models", f"{_WORKER}/settings.py")
-_SERVING = (_ENGINE, _MEMORY, _QUEUE, _PLACEMENT, *_REST)
+_ENGINE, _MODELS, _PIPELINE, _PLACEMENT, _QUEUE = (
+    f"{_WORKER}/{room}" for room in ("engine", "models", "pipeline", "placement", "queue")
+)
+BUT: Final = ":(exclude)"
+_REPLICA = f"{_WORKER}/memory/replica"
+# The commands of maintenance are in no figure, and the shared store only in those of several workers.
+_MEMORY = (f"{_WORKER}/memory", f"{BUT}{_WORKER}/memory/admin", f"{BUT}{_REPLICA}")
+# Not the command line, service, doctor and metrics.
+_SERVING = (_ENGINE, _MODELS, *_MEMORY, _PIPELINE, _PLACEMENT, _QUEUE, f"{_WORKER}/settings.py")
 MEASURED = {
-    "001": (f"{_WORKER}/models", _ENGINE, _MEMORY), "002": (_ENGINE,), "003": (_ENGINE, _MEMORY),
-    "004": (_ENGINE, _MEMORY), "006": (_ENGINE, _MEMORY), "007": (_ENGINE, _MEMORY), "008": (_ENGINE, _MEMORY),
-    "009": _SERVING, "010": (_ENGINE, f"{_WORKER}/pipeline"), "011": (_ENGINE,), "012": (_MEMORY,), "013": (_QUEUE,),
-    "014": _SERVING, "015": (_ENGINE,), "016": (_MEMORY,), "017": (_ENGINE,), "018": (_ENGINE,),
+    "001": (_MODELS, _ENGINE, *_MEMORY), "002": (_ENGINE,), "003": (_ENGINE, *_MEMORY), "004": (_ENGINE, *_MEMORY),
+    "006": (_ENGINE, *_MEMORY), "007": (_ENGINE, *_MEMORY), "008": (_ENGINE, *_MEMORY), "009": _SERVING,
+    "010": (_ENGINE, _PIPELINE), "011": (_ENGINE,), "012": _MEMORY, "013": (_QUEUE,), "014": _SERVING,
+    "015": (_ENGINE,), "016": _MEMORY, "017": (_ENGINE,), "018": (_ENGINE,),
     "019": ("producer/stoker/batch", "shared/stoker_shared/trust.py"), "020": (_ENGINE,), "021": _SERVING,
-    "022": (_ENGINE,), "023": (_ENGINE,), "024": _SERVING, "025": (_QUEUE, _PLACEMENT), "026": (_QUEUE, _PLACEMENT),
-    "027": (_ENGINE, _MEMORY),
+    "022": (_ENGINE,), "023": (_ENGINE,), "024": _SERVING, "025": (_QUEUE, _PLACEMENT, _REPLICA),
+    "026": (_QUEUE, _PLACEMENT), "027": (_ENGINE, *_MEMORY),
 }  # fmt: skip
-"""By an experiment's number: the paths whose behaviour its figures tell."""
+"""By an experiment's number: the paths whose behaviour its figures tell, as git takes them."""
 
 
 def source() -> Json:
