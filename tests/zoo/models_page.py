@@ -72,18 +72,17 @@ _HEAD: Final = """\
 # Models
 
 This page lists how each architecture of mlx-lm {mlx_lm} (mlx {mlx}) is served. `make models` writes it from a survey:
-it makes a tiny model of every architecture with random weights, in float32 on a CPU, runs it through the engine in each
-mode from the widest down, and compares it with `mlx_lm`'s own single, uncached runs. The sequences are of unequal
-length, join others, cross windows and sparse budgets, are prefilled in chunks of several sizes, and take a second turn
-on restored caches. `make zoo` repeats the survey, and fails if the survey, this page and the worker's own proof at load
-disagree. Only `deepseek_v41`, which rounds keys inside, may be served narrower: in float32 the proof takes mlx-lm's own
-way.
+a tiny model of every architecture, with random weights in float32, runs through the engine on a CPU in each mode, the
+widest first, and is compared with `mlx_lm`'s own single, uncached runs. The sequences have unequal lengths, join
+others, cross windows and sparse budgets, are prefilled in chunks of several sizes, and take a second turn on restored
+caches. `make zoo` repeats the survey, and fails if the survey, this page and the worker's own proof at load disagree;
+only for `deepseek_v41`, which rounds keys to few bits, may the proof choose a narrower mode.
 
 The worker does not read this list. It [proves each model at load](adr/0041-a-model-is-batched.md), so it also serves
 a model that is not listed, or that a new release of mlx-lm has mended or broken, in the mode that is right for it.
 
-In rows, every sequence has a cache of its own for full attention; batched means mlx-lm's own batch, one rectangle.
-`--kv-bits 8` serves models that run in rows and whose heads have a multiple of 32 elements, and refuses all others.
+In rows, every sequence has a cache of its own for full attention. Batched means mlx-lm's own batch, which is padded to
+one rectangle. `--kv-bits 8` needs a model that runs in rows ([running.md](running.md#memory-and-speed)).
 
 {counts}
 """
