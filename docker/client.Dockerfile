@@ -1,4 +1,4 @@
-# The dashboard and the gateway: all that reads and fills the queue. compose.yaml gives the command.
+# The dashboard and the gateway. compose.yaml has their commands.
 FROM python:3.12-slim-bookworm AS build
 COPY pyproject.toml README.md LICENSE /src/
 COPY shared /src/shared
@@ -10,7 +10,7 @@ RUN python -m venv /opt/stoker && /opt/stoker/bin/pip install --no-cache-dir "/s
 
 FROM python:3.12-slim-bookworm
 COPY --from=build /opt/stoker /opt/stoker
-# A volume that is mounted on an empty folder gets the folder's owner.
+# A new volume that is mounted on a folder gets the folder's owner.
 RUN install --directory --owner=1000 --group=1000 /data
 ENV PATH=/opt/stoker/bin:$PATH STOKER_REDIS_URL=redis://queue:6379
 USER 1000:1000

@@ -9,7 +9,7 @@ RUN python -m venv /opt/stoker && /opt/stoker/bin/pip install --no-cache-dir "/s
     "mlx==0.32.4" "mlx-lm==0.32.2"
 
 FROM python:3.12-slim-bookworm
-# MLX's own products of float32 matrices are about thirty times as slow. Debian keeps only one version.
+# Without OpenBLAS, MLX's products of float32 matrices take about thirty times as long. Debian keeps only one version of it.
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install --yes --no-install-recommends libopenblas0-pthread \
     && rm -rf /var/lib/apt/lists/*
