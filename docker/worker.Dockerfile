@@ -1,5 +1,5 @@
-# A worker on a Linux CPU: for trying stoker, and for small models. On a Mac, run the worker itself: a container there has
-# no access to Metal.
+# A worker on a Linux CPU: for trying stoker, and for small models. On a Mac, run the worker itself: a container there
+# has no access to Metal.
 FROM python:3.12-slim-bookworm AS build
 COPY pyproject.toml README.md LICENSE /src/
 COPY shared /src/shared
@@ -9,7 +9,7 @@ RUN python -m venv /opt/stoker && /opt/stoker/bin/pip install --no-cache-dir "/s
     "mlx==0.32.4" "mlx-lm==0.32.2"
 
 FROM python:3.12-slim-bookworm
-# Without OpenBLAS, MLX's products of float32 matrices take about thirty times as long. Debian keeps only one version of it.
+# Without OpenBLAS, MLX's products of float32 matrices take about thirty times as long. Debian keeps only one version.
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install --yes --no-install-recommends libopenblas0-pthread \
     && rm -rf /var/lib/apt/lists/*
