@@ -1,6 +1,6 @@
 """`stoker agent`: reads and changes an agent's memory by jobs, from any machine. Only command-line texts.
 
-`stoker-worker memory` does the same at the store itself; its changes need the worker stopped.
+`stoker-worker memory` does the same at the store itself.
 """
 
 from collections.abc import Callable

@@ -97,7 +97,7 @@ class AgentInfo(_AgentResult):
         cached_tokens: how many of `tokens` are in the cache.
         own_bytes: size of its records, tail and snapshots on disk.
         block_bytes: size of its cached blocks on disk; other agents may share some of them.
-        last_used: when its newest version was saved, ISO 8601, UTC.
+        last_used: when it was last saved or restored, ISO 8601, UTC.
         state: ``ok``; ``unsaved``: its last turn is not in its conversation, so `append` is refused; ``unreadable``.
         problem: explains a `state` that is not ``ok``.
         versions: the newest versions to which `rollback` can return, at most 100, oldest first.

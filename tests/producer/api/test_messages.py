@@ -3,7 +3,6 @@
 import json
 import typing
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +29,6 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOL = {"name": "weather", "description": "d", "input_schema": SCHEMA}
 OURS = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": SCHEMA}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "serve.md"
 
 COPIED: dict[str, Any] = {
     "max_tokens": 7, "temperature": 0.5, "top_p": 0.5, "context": "full", "cache": "off", "cache_salt": "s",

@@ -28,6 +28,7 @@ from tests.worker.memory.replica.sharing import BOTH, Machine, Share, SharedAgen
 from stoker_shared.agents import build_agent_request
 from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict, SharedStoreAway, VersionTaken
 from stoker_worker.memory import cache_index, transcripts
+from stoker_worker.memory.agent_changes import forget_agent
 from stoker_worker.memory.blocks import read_place
 from stoker_worker.memory.replica.shared_replica import opened_with_shared
 from stoker_worker.memory.replica.versions import EMPTIED, versions_folder
@@ -541,6 +542,15 @@ def test_a_forgotten_agent_is_forgotten_everywhere_and_its_numbers_stay_used(mac
     assert not [path for path in files_below(share.objects) if "tail" in path.name]
     assert two.agent().say(ids(30, seed=3)) == 4
     assert (one.agent().open().number, one.agent().tokens()) == (4, ids(30, seed=3))
+
+
+def test_an_agent_that_a_command_forgot_is_named_nowhere_in_the_shared_store(machine: Start, share: Share) -> None:
+    one = machine("one")
+    one.agent().say(LONG[:300])
+    one.write_behind()
+    assert forget_agent(one.store.parts, "agent").version == 1
+    assert not [path for path in files_below(share.objects / "agents") if b"agent_id" in path.read_bytes()]
+    assert machine("two").agent().open().number == 2
 
 
 @BOTH

@@ -67,8 +67,9 @@ class SharedVersion(NextVersion):
             row = dict(zip(_NAMES, self.record.to_row(), strict=True))
             row |= {name: base64.b64encode(row[name]).decode() for name in _BLOBS if row[name] is not None}
             fields |= row | {"agent_id": self.agent_id, "layout": self.layout}
-        elif self.delivery is not None and self.result is not None:  # without the id of an agent that is forgotten
-            fields["delivery"] = base64.b64encode(self.delivery).decode()
+        elif self.result is not None:  # without the id of an agent that is forgotten
+            if self.delivery is not None:
+                fields["delivery"] = base64.b64encode(self.delivery).decode()
             result = json.loads(self.result)
             fields["result"] = json.dumps({name: value for name, value in result.items() if name != "agent_id"})
         if self.ended:
