@@ -73,7 +73,7 @@ class Deltas:
             sent = self._sent[kind]
             if not text.startswith(sent) and (is_whole or not sent.startswith(text)):
                 message = "the worker was lost, and the text that came again differs from what was sent; ask again"
-                raise Failure(500, message, kind="server_error", code="text_changed", retryable=True)
+                raise Failure(500, message, code="text_changed", retryable=True)
             if new := text[len(sent) :]:
                 deltas.append(Delta(kind, new))
                 self._sent[kind] = text

@@ -22,17 +22,17 @@ from stoker_shared.errors import (
 )
 from stoker_shared.request import GenerationRequest
 
-_SERVER_ERROR: Final = (500, "server_error", None)
-_FAILURES: Final[Mapping[str, tuple[int, str, str | None]]] = {
-    "ModelMismatch": (404, "invalid_request_error", "model_not_found"),
-    "ContextLimitExceeded": (400, "invalid_request_error", "context_length_exceeded"),
-    "AgentNotFound": (404, "invalid_request_error", "agent_not_found"),
-    "AgentVersionConflict": (409, "conflict_error", "agent_version_conflict"),
-    "GenerationTimedOut": (504, "timeout_error", "generation_timed_out"),
+_FAILURES: Final[Mapping[str, tuple[int, str | None]]] = {
+    "ModelMismatch": (404, "model_not_found"),
+    "ContextLimitExceeded": (400, "context_length_exceeded"),
+    "AgentNotFound": (404, "agent_not_found"),
+    "AgentVersionConflict": (409, "agent_version_conflict"),
+    "GenerationTimedOut": (504, "generation_timed_out"),
 }
-"""Status, type and code, by the name of the worker's error."""
+"""Status and code, by the name of the worker's error."""
 
-_REQUEST_ERRORS: Final = (RequestError, AgentTranscriptUnreadable)
+_TYPES: Final = {409: "conflict_error", 429: "rate_limit_error", 504: "timeout_error"}
+"""By status; other statuses below 500 are `invalid_request_error`, and the rest `server_error`."""
 
 
 class Failure(Exception):
@@ -50,7 +50,6 @@ class Failure(Exception):
         status: int,
         message: str,
         *,
-        kind: str = "invalid_request_error",
         code: str | None = None,
         param: str | None = None,
         retryable: bool = False,
@@ -61,6 +60,7 @@ class Failure(Exception):
         self.retryable = retryable
         self.retry_after_s = retry_after_s
         self.request_id: str | None = None
+        kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
         self.error: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}
 
     @property
@@ -83,9 +83,9 @@ def of_worker(reason: str, partial_text: str | None) -> Failure:
     `partial_text` the text generated before a timeout."""
     name = reason.partition(":")[0]
     error = class_named(name) or StokerError
-    default = (400, "invalid_request_error", "invalid_value") if issubclass(error, _REQUEST_ERRORS) else _SERVER_ERROR
-    status, kind, code = _FAILURES.get(name, default)
-    failure = Failure(status, reason, kind=kind, code=code, retryable=error.retryable)
+    is_refused = issubclass(error, RequestError | AgentTranscriptUnreadable)
+    status, code = _FAILURES.get(name, (400, "invalid_value") if is_refused else (500, None))
+    failure = Failure(status, reason, code=code, retryable=error.retryable)
     if partial_text is not None:
         failure.error["partial_text"] = partial_text
     return failure
@@ -94,7 +94,7 @@ def of_worker(reason: str, partial_text: str | None) -> Failure:
 def of_request(error: RequestError) -> Failure:
     """The failure of a request that is invalid or too large, or whose id is taken."""
     if isinstance(error, DuplicateJob):
-        return Failure(409, str(error), kind="conflict_error", code="duplicate_job")
+        return Failure(409, str(error), code="duplicate_job")
     if isinstance(error, RequestTooLarge):
         return Failure(413, str(error), code="request_too_large")
     return Failure(400, str(error), code="invalid_value", param=field_of(error))
@@ -115,12 +115,12 @@ def of_exception(error: Exception) -> Failure:
     if isinstance(error, JobFailed):
         return of_worker(error.reason, error.partial_text)
     if isinstance(error, JobCanceled):
-        return Failure(409, str(error), kind="conflict_error", code="job_canceled")
+        return Failure(409, str(error), code="job_canceled")
     if isinstance(error, ResultTimeout):
         message = str(error).replace("; it is not canceled", "")  # a server may cancel it
-        return Failure(504, message, kind="timeout_error", code="generation_timed_out")
+        return Failure(504, message, code="generation_timed_out")
     if isinstance(error, RedisUnavailable):
-        return Failure(503, str(error), kind="server_error", code="queue_unavailable", retryable=True, retry_after_s=5)
+        return Failure(503, str(error), code="queue_unavailable", retryable=True, retry_after_s=5)
     if isinstance(error, StokerError):
-        return Failure(500, str(error), kind="server_error", retryable=error.retryable)
-    return Failure(500, "internal error; the log has it", kind="server_error")
+        return Failure(500, str(error), retryable=error.retryable)
+    return Failure(500, "internal error; the log has it")

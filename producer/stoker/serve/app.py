@@ -148,7 +148,7 @@ async def _healthz(request: Request) -> Response:
     try:
         await request.app.state.backend.producer.ping()
     except RedisUnavailable as error:
-        return failed(None, Failure(503, str(error), kind="server_error", code="queue_unavailable", retryable=True))
+        return failed(None, Failure(503, str(error), code="queue_unavailable", retryable=True))
     return Json({"status": "ok"})
 
 

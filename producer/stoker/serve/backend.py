@@ -93,7 +93,7 @@ class Backend:
         while (problem := await self._problem()) is not None:
             code, why = problem
             if time.monotonic() >= end:
-                raise Failure(503, why, kind="server_error", code=code, retryable=True, retry_after_s=_RETRY_S)
+                raise Failure(503, why, code=code, retryable=True, retry_after_s=_RETRY_S)
             await asyncio.sleep(_LOOK_S)
         loaded = {worker.model for worker in await self.workers()}
         if model is not None and loaded and model not in loaded:
@@ -122,8 +122,7 @@ class Backend:
         place = uuid4().hex
         if not await self.run(_take(owner, place, self.settings)):
             message = f"{self.settings.max_waiting} calls of {owner!r} are in flight already"
-            code = "too_many_waiting"
-            raise Failure(429, message, kind="rate_limit_error", code=code, retryable=True, retry_after_s=_RETRY_S)
+            raise Failure(429, message, code="too_many_waiting", retryable=True, retry_after_s=_RETRY_S)
         return place
 
     async def leave_place(self, owner: str, place: str) -> None:

@@ -61,7 +61,7 @@ async def delete(request: Request) -> Response:
     file = await _file(request)
     batches: BatchStore = request.app.state.batches
     if await asyncio.to_thread(batches.reads, file.id):
-        raise Failure(409, f"a batch still reads {file.id}", kind="conflict_error", code="file_in_use")
+        raise Failure(409, f"a batch still reads {file.id}", code="file_in_use")
     await asyncio.to_thread(request.app.state.files.remove, file)
     return Json({"id": file.id, "object": "file", "deleted": True})
 

@@ -210,8 +210,8 @@ class EventStream(Response):
 def _described(error: Exception | asyncio.CancelledError) -> Failure:
     """The failure of a call. At a stop, uvicorn cancels calls that take too long."""
     if isinstance(error, asyncio.CancelledError):
-        message, code = "the server stops; ask again", "server_stopping"
-        return Failure(503, message, kind="server_error", code=code, retryable=True, retry_after_s=_RESTART_S)
+        message = "the server stops; ask again"
+        return Failure(503, message, code="server_stopping", retryable=True, retry_after_s=_RESTART_S)
     return described(error)
 
 

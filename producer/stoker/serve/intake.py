@@ -150,7 +150,7 @@ def _store(store: ResponseStore, call: ApiCall, owner: str, job_id: str, session
         return store.add(response)
     except OSError as error:
         message = f"the response cannot be stored: {error.strerror}"
-        raise Failure(503, message, kind="server_error", code="no_space", retryable=True) from None
+        raise Failure(503, message, code="no_space", retryable=True) from None
 
 
 def _as_utf8(value: str) -> str:

@@ -84,7 +84,7 @@ async def received(request: Request) -> AsyncIterator[IO[bytes]]:
             raise Failure(408, f"the body did not come within {READ_BODY_S:.0f} s", code="body_timeout") from None
         except OSError as error:
             message = f"the body cannot be kept: {error.strerror}"
-            raise Failure(503, message, kind="server_error", code="no_space", retryable=True) from None
+            raise Failure(503, message, code="no_space", retryable=True) from None
         yield body
 
 
