@@ -74,8 +74,6 @@ class FieldRefused(Failure):
 
     def __init__(self, param: str, why: str, code: str = "unsupported_parameter") -> None:
         super().__init__(400, f"'{param}' {why}", code=code, param=param)
-        self.param = param
-        self.code = code
 
 
 def of_worker(reason: str, partial_text: str | None) -> Failure:
@@ -91,16 +89,7 @@ def of_worker(reason: str, partial_text: str | None) -> Failure:
     return failure
 
 
-def of_request(error: RequestError) -> Failure:
-    """The failure of a request that is invalid or too large, or whose id is taken."""
-    if isinstance(error, DuplicateJob):
-        return Failure(409, str(error), code="duplicate_job")
-    if isinstance(error, RequestTooLarge):
-        return Failure(413, str(error), code="request_too_large")
-    return Failure(400, str(error), code="invalid_value", param=field_of(error))
-
-
-def field_of(error: RequestError) -> str | None:
+def _field_of(error: RequestError) -> str | None:
     """The field with which the error's message begins, if it begins with one."""
     found = re.match("'?([a-z_]+)", str(error))
     return found[1] if found and found[1] in GenerationRequest.model_fields else None
@@ -110,8 +99,12 @@ def of_exception(error: Exception) -> Failure:
     """The failure that describes an error of this package to an HTTP client; any other is an error of the server."""
     if isinstance(error, Failure):
         return error
+    if isinstance(error, DuplicateJob):
+        return Failure(409, str(error), code="duplicate_job")
+    if isinstance(error, RequestTooLarge):
+        return Failure(413, str(error), code="request_too_large")
     if isinstance(error, RequestError):
-        return of_request(error)
+        return Failure(400, str(error), code="invalid_value", param=_field_of(error))
     if isinstance(error, JobFailed):
         return of_worker(error.reason, error.partial_text)
     if isinstance(error, JobCanceled):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, Self
 
 from stoker.api.endpoints import BATCH_URLS, ENDPOINTS
-from stoker.api.failure import FieldRefused, field_of
+from stoker.api.failure import Failure, of_exception
 from stoker.api.fields import BodyOptions
 from stoker_shared.errors import RequestError, RequestTooLarge
 from stoker_shared.job_data import read_json
@@ -112,17 +112,14 @@ def read_line(number: int, raw: bytes, options: BodyOptions) -> Line:
         raise BadLine(number, custom_id, "missing_required_parameter", "'body' must be an object", "body")
     try:
         return Line(number, custom_id, url, build_request(ENDPOINTS[url].read(body, options).request))
-    except FieldRefused as refused:
-        raise BadLine(number, custom_id, refused.code, str(refused), refused.param) from None
-    except RequestError as error:
+    except (Failure, RequestError) as error:
         raise refused_request(number, custom_id, error) from None
 
 
-def refused_request(number: int, custom_id: str, error: RequestError) -> BadLine:
+def refused_request(number: int, custom_id: str, error: Failure | RequestError) -> BadLine:
     """The error of a line whose request is invalid or too large."""
-    if isinstance(error, RequestTooLarge):
-        return BadLine(number, custom_id, "request_too_large", str(error))
-    return BadLine(number, custom_id, "invalid_value", str(error), field_of(error))
+    refused = of_exception(error).error
+    return BadLine(number, custom_id, refused["code"], str(error), refused["param"])
 
 
 def custom_id_of(number: int, raw: bytes) -> str | None:

@@ -151,7 +151,7 @@ def test_a_field_that_is_served_or_mapped_becomes_a_field_of_the_request(url, na
 def test_a_value_that_is_not_served_is_refused_by_the_fields_name(url, name, value):
     with pytest.raises(FieldRefused, match=f"'{name}'") as caught:
         request_fields(url, body(url, **{name: value}), BodyOptions())
-    assert caught.value.param == name
+    assert caught.value.error["param"] == name
 
 
 @pytest.mark.parametrize("url", RULES)
