@@ -61,7 +61,6 @@ class RunningCall:
         self._owner = owner
         self._place = place
         self._must_cancel = False
-        self._has_left = False
 
     @classmethod
     async def begin(cls, app: State, endpoint: Endpoint, owner: str, made: CallJobs) -> Self:
@@ -122,10 +121,8 @@ class RunningCall:
         await self._leave()
 
     async def _leave(self) -> None:
-        if not self._has_left:
-            self._has_left = True
-            with suppress(StokerError):  # then the place expires
-                await self._backend.leave_place(self._owner, self._place)
+        with suppress(StokerError):  # then the place expires
+            await self._backend.leave_place(self._owner, self._place)
 
 
 KEEP_ALIVE_S: Final = 10.0
