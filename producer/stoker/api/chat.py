@@ -16,6 +16,7 @@ from stoker.api.fields import (
     BodyOptions,
     Rule,
     apply_rules,
+    checked,
     copied,
     default_limit,
     ignored,
@@ -77,9 +78,7 @@ def _prompt(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
 
 
 def _echo(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
-    if not isinstance(value, bool):
-        raise FieldRefused("echo", "is not true or false", "invalid_value")
-    if value:
+    if checked("echo", value, bool):
         fields["return_prompt"] = True
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 
 from stoker.api.deltas import Delta, Deltas
 from stoker.api.failure import Failure, FieldRefused
-from stoker.api.fields import BodyOptions
+from stoker.api.fields import BodyOptions, checked
 from stoker_shared.result import GenerationResult
 
 
@@ -130,6 +130,4 @@ def take_flag(body: dict[str, Any], name: str, *, default: bool = False) -> bool
     """Remove a field such as `stream`, which concerns only the transport, and read it. Raises `FieldRefused`: it is
     neither true nor false."""
     value = body.pop(name, None)
-    if value is not None and not isinstance(value, bool):
-        raise FieldRefused(name, "is not true or false", "invalid_value")
-    return default if value is None else value
+    return default if value is None else checked(name, value, bool)

@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from stoker.api.failure import FieldRefused
 from stoker_shared.text import printable
@@ -34,6 +34,16 @@ class BodyOptions:
 
 Rule = Callable[[dict[str, Any], Any, BodyOptions], None]
 """Writes a body's value into the request's fields, or raises `FieldRefused`."""
+
+T = TypeVar("T")
+_KINDS: Final[Mapping[type[Any], str]] = {str: "a string", bool: "true or false", dict: "an object", list: "a list"}
+
+
+def checked(name: str, value: Any, kind: type[T]) -> T:
+    """The field's value. Raises `FieldRefused`: it is not of this kind."""
+    if not isinstance(value, kind):
+        raise FieldRefused(name, f"is not {_KINDS[kind]}", "invalid_value")
+    return value
 
 
 def copied(*names: str) -> dict[str, Rule]:
@@ -122,10 +132,9 @@ def _unknown(name: str, url: str, options: BodyOptions) -> None:
 
 
 def model_rule(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
-    if not isinstance(value, str):
-        raise FieldRefused("model", "is not a string", "invalid_value")
+    name = checked("model", value, str)
     if not options.any_model:
-        fields["model"] = options.model_aliases.get(value, value)
+        fields["model"] = options.model_aliases.get(name, name)
 
 
 def limit(name: str) -> dict[str, Rule]:
@@ -162,9 +171,7 @@ def for_template(fields: dict[str, Any], **values: Any) -> None:
 
 def reasoning_effort(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
     """The rule of an effort of thinking: the template gets it, unless it is ``none``."""
-    if not isinstance(value, str):
-        raise FieldRefused("reasoning_effort", "is not a string", "invalid_value")
-    if value != "none":
+    if checked("reasoning_effort", value, str) != "none":
         for_template(fields, reasoning_effort=value)
 
 
@@ -173,9 +180,7 @@ def session(*names: str) -> dict[str, Rule]:
 
     def rule(name: str) -> Rule:
         def apply(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
-            if not isinstance(value, str):
-                raise FieldRefused(name, "is not a string", "invalid_value")
-            fields.setdefault("session", session_name(value))
+            fields.setdefault("session", session_name(checked(name, value, str)))
 
         return apply
 

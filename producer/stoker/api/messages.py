@@ -18,6 +18,7 @@ from stoker.api.fields import (
     BodyOptions,
     Rule,
     apply_rules,
+    checked,
     copied,
     for_template,
     ignored,
@@ -47,18 +48,6 @@ def _refused(field: str, why: str) -> FieldRefused:
     return FieldRefused(field, why, "invalid_value")
 
 
-def _object(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _refused(where, "is not an object")
-    return value
-
-
-def _list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise _refused(where, "is not a list")
-    return value
-
-
 def _text(fields: Mapping[str, Any], name: str, where: str) -> str:
     if not isinstance(text := fields.get(name), str):
         raise _refused(where, f"needs '{name}', a string")
@@ -69,7 +58,7 @@ def _blocks(content: Any, where: str) -> list[dict[str, Any]]:
     """The blocks of a content, with a `type` each; a string is one block."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
-    blocks = [_object(block, where) for block in _list(content, where)]
+    blocks = [checked(where, block, dict) for block in checked(where, content, list)]
     for block in blocks:
         _text(block, "type", where)
     return blocks
@@ -97,9 +86,9 @@ def _conversation(system: Any, messages: Any) -> list[dict[str, Any]]:
     is the assistant's."""
     opening = [] if system is None else _texts(system, "system")
     turns: list[Turn] = []
-    for number, message in enumerate(_list(messages, "messages")):
+    for number, message in enumerate(checked("messages", messages, list)):
         where = f"messages.{number}"
-        role, content = _text(_object(message, where), "role", where), message.get("content")
+        role, content = _text(checked(where, message, dict), "role", where), message.get("content")
         if role == "system" and not turns:
             opening += _texts(content, where)
         elif role == "system":
@@ -148,7 +137,7 @@ def _assistant(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             thoughts.append(_text(block, "thinking", "messages"))
         elif kind == "tool_use":
             name, call_id = _text(block, "name", "messages"), _text(block, "id", "messages")
-            arguments = json.dumps(_object(block.get("input"), "messages"), ensure_ascii=False)
+            arguments = json.dumps(checked("messages", block.get("input"), dict), ensure_ascii=False)
             calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
         elif kind != "redacted_thinking":
             raise _not_served(kind, "messages")
@@ -186,9 +175,9 @@ def _tool_result(block: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tools(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
     tools = []
-    for number, tool in enumerate(_list(value, "tools")):
+    for number, tool in enumerate(checked("tools", value, list)):
         where = f"tools.{number}"
-        given = {"type": "custom"} | {key: part for key, part in _object(tool, where).items() if part is not None}
+        given = {"type": "custom"} | {key: part for key, part in checked(where, tool, dict).items() if part is not None}
         kind = _text(given, "type", where)
         if kind.startswith("tool_search_tool_"):
             continue  # it finds tools that are not in the prompt, but here all are
@@ -198,7 +187,7 @@ def _tools(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
         function = {"name": _text(given, "name", where)}
         if "description" in given:
             function["description"] = _text(given, "description", where)
-        schema = _object(given.get("input_schema"), f"{where}.input_schema")
+        schema = checked(f"{where}.input_schema", given.get("input_schema"), dict)
         tools.append({"type": "function", "function": {**function, "parameters": schema}})
     if tools:
         fields["tools"] = tools
@@ -208,7 +197,7 @@ _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def _tool_choice(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
-    choice = _object(value, "tool_choice")
+    choice = checked("tool_choice", value, dict)
     kind = _text(choice, "type", "tool_choice")
     if kind == "tool":
         fields["tool_choice"] = {"type": "function", "function": {"name": _text(choice, "name", "tool_choice")}}
@@ -221,7 +210,7 @@ def _tool_choice(fields: dict[str, Any], value: Any, options: BodyOptions) -> No
 
 
 def _thinking(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
-    kind = _text(_object(value, "thinking"), "type", "thinking")
+    kind = _text(checked("thinking", value, dict), "type", "thinking")
     if kind not in ("adaptive", "enabled", "disabled"):
         raise _refused("thinking", "must be of type 'adaptive', 'enabled' or 'disabled'")
     if kind == "enabled":
@@ -238,7 +227,7 @@ _EFFORTS: Final = {"low": "low", "medium": "medium", "high": "high", "xhigh": "h
 
 
 def _output_config(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
-    for name, chosen in _object(value, "output_config").items():
+    for name, chosen in checked("output_config", value, dict).items():
         if name == "effort" and isinstance(chosen, str | None) and (chosen is None or chosen in _EFFORTS):
             if chosen is not None:
                 for_template(fields, reasoning_effort=_EFFORTS[chosen])
@@ -251,24 +240,24 @@ def _output_config(fields: dict[str, Any], value: Any, options: BodyOptions) -> 
 def _format(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
     if value is None:
         return
-    if _text(_object(value, "output_config"), "type", "output_config") != "json_schema":
+    if _text(checked("output_config", value, dict), "type", "output_config") != "json_schema":
         raise FieldRefused("output_config", "has a 'format' that is not served: only type 'json_schema' is")
-    schema = _object(value.get("schema"), "output_config.format.schema")
+    schema = checked("output_config.format.schema", value.get("schema"), dict)
     fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
 def _context_management(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
     """The model's template decides which thinking of earlier turns stays; nothing else is removed from a context."""
-    edits = _object(value, "context_management").get("edits") or []
-    for edit in _list(edits, "context_management"):
-        kind = _text(_object(edit, "context_management"), "type", "context_management")
+    edits = checked("context_management", value, dict).get("edits") or []
+    for edit in checked("context_management", edits, list):
+        kind = _text(checked("context_management", edit, dict), "type", "context_management")
         if not kind.startswith("clear_thinking_"):
             raise FieldRefused("context_management", f"has an edit of type {kind[:_SHOWN]!r}, which is not served")
 
 
 def _metadata(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
     """Clients put a session into the user's id: as JSON, behind a name, or alone. It is a hint, and never refused."""
-    given = _object(value, "metadata").get("user_id")
+    given = checked("metadata", value, dict).get("user_id")
     if not isinstance(given, str):
         return
     with suppress(ValueError, RecursionError):

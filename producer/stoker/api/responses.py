@@ -14,6 +14,7 @@ from stoker.api.fields import (
     BodyOptions,
     Rule,
     apply_rules,
+    checked,
     copied,
     default_limit,
     ignored,
@@ -58,9 +59,7 @@ def messages_of(items: Any) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for number, item in enumerate(items):
         where = f"input[{number}]"
-        if not isinstance(item, dict):
-            raise FieldRefused(where, "is not an object", "invalid_value")
-        _add_item(messages, item, where)
+        _add_item(messages, checked(where, item, dict), where)
     for message in messages:
         if message["content"] is None and "tool_calls" not in message:  # thinking alone
             message["content"] = ""
@@ -73,9 +72,7 @@ def items_of(value: Any) -> list[dict[str, Any]]:
 
 
 def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
-    kind = item.get("type", "message")
-    if not isinstance(kind, str):
-        raise FieldRefused(f"{where}.type", "is not a string", "invalid_value")
+    kind = checked(f"{where}.type", item.get("type", "message"), str)
     if kind == "message":
         text = _text_of(item.get("content"), f"{where}.content")
         if item.get("role") == "assistant":
@@ -141,9 +138,7 @@ def _input(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
 
 
 def _instructions(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
-    if not isinstance(value, str):
-        raise FieldRefused("instructions", "is not a string", "invalid_value")
-    if value:
+    if checked("instructions", value, str):
         fields["messages"] = [{"role": "system", "content": value}, *fields.get("messages", ())]
 
 
@@ -181,16 +176,12 @@ def _text(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
 
 
 def _reasoning(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
-    if not isinstance(value, dict):
-        raise FieldRefused("reasoning", "is not an object", "invalid_value")
-    if value.get("effort") is not None:
+    if checked("reasoning", value, dict).get("effort") is not None:
         reasoning_effort(fields, value["effort"], options)
 
 
 def _include(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
-    if not isinstance(value, list):
-        raise FieldRefused("include", "is not a list", "invalid_value")
-    if _LOGPROBS in value:
+    if _LOGPROBS in checked("include", value, list):
         fields["logprobs"] = True
 
 
@@ -242,8 +233,8 @@ class Responses:
         if background and not store:
             raise FieldRefused("background", "needs 'store'", "invalid_value")
         previous = body.pop("previous_response_id", None)
-        if previous is not None and not isinstance(previous, str):
-            raise FieldRefused("previous_response_id", "is not a string", "invalid_value")
+        if previous is not None:
+            checked("previous_response_id", previous, str)
         if body.get("input") is None:
             raise FieldRefused("input", "is missing", "missing_required_parameter")
         fields: dict[str, Any] = {"temperature": _TEMPERATURE}

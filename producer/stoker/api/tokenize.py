@@ -8,15 +8,13 @@ from dataclasses import replace
 from typing import Any, Final
 
 from stoker.api.endpoint import ApiCall, EventWriter
-from stoker.api.failure import Failure, FieldRefused
-from stoker.api.fields import BodyOptions, Rule, apply_rules, copied, model_rule, only, template_kwargs
+from stoker.api.failure import Failure
+from stoker.api.fields import BodyOptions, Rule, apply_rules, checked, copied, model_rule, only, template_kwargs
 from stoker_shared.result import GenerationResult
 
 
 def _prompt(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
-    if not isinstance(value, str):
-        raise FieldRefused("prompt", "is not a string", "invalid_value")
-    fields["prompt"] = value
+    fields["prompt"] = checked("prompt", value, str)
 
 
 def _tokens(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
