@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import Any, Final
 
 from stoker.api.deltas import Delta, Deltas, content_of
-from stoker.api.endpoint import KEEP_ALIVE, ApiCall, event, take_flag
+from stoker.api.endpoint import ApiCall, Endpoint, EventWriter, event, take_flag
 from stoker.api.failure import Failure, FieldRefused
 from stoker.api.fields import (
     BodyOptions,
@@ -135,8 +135,8 @@ _FINGERPRINT: Final = f"stoker-{version('stoker')}"
 _ID_PREFIX: Final = {True: "cmpl", False: "chatcmpl"}
 
 
-class Completions:
-    """One of the two endpoints. Implements `Endpoint`.
+class Completions(Endpoint):
+    """One of the two endpoints.
 
     Args:
         rules: by field name, without `stream` and `stream_options`.
@@ -193,9 +193,6 @@ class Completions:
 
     def events(self, job_id: str, call: ApiCall, created_s: int) -> "Chunks":
         return Chunks(job_id, call.model, created_s, is_raw=self.is_raw, with_usage=call.kept["with_usage"])
-
-    def failure(self, failure: Failure) -> dict[str, Any]:
-        return failure.body
 
 
 CHAT: Final = Completions(CHAT_URL, _CHAT, is_raw=False, max_tokens=None)
@@ -290,16 +287,13 @@ def _text_choice(index: int, choice: Choice) -> dict[str, Any]:
 _DONE: Final = b"data: [DONE]\n\n"
 
 
-class Chunks:
-    """Implements `EventWriter`.
-
+class Chunks(EventWriter):
+    """
     Args:
         model: the name in the events.
         created_s: Unix seconds.
         with_usage: every event has `usage`, and one more at the end has the counts.
     """
-
-    keep_alive = KEEP_ALIVE
 
     def __init__(self, job_id: str, model: str, created_s: int, *, is_raw: bool, with_usage: bool) -> None:
         self._is_raw = is_raw
@@ -312,9 +306,6 @@ class Chunks:
             "model": model,
             "system_fingerprint": _FINGERPRINT,
         }
-
-    def begin(self) -> Iterator[bytes]:
-        yield from ()
 
     def more(self, delta: Delta, index: int = 0, *, logprobs: Any = None) -> Iterator[bytes]:
         yield from self._begin_choice(index)

@@ -6,7 +6,7 @@ One module for each API implements it. Enqueueing, streaming and errors are the 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from stoker.api.deltas import Delta, Deltas
 from stoker.api.failure import Failure, FieldRefused
@@ -56,12 +56,12 @@ class ApiCall:
 class EventWriter(Protocol):
     """Writes one answer as server-sent events. Every method returns complete events, with their line ends."""
 
-    keep_alive: bytes
+    keep_alive: bytes = b": still waiting\n\n"
     """Sent while nothing else is."""
 
     def begin(self) -> Iterable[bytes]:
         """The events before all others; called once, and read with the first delta, keep-alive or end."""
-        ...
+        return ()
 
     def more(self, delta: Delta) -> Iterable[bytes]:
         """The events of a delta of the first choice."""
@@ -114,10 +114,7 @@ class Endpoint(Protocol):
 
     def failure(self, failure: Failure) -> dict[str, Any]:
         """The body of a response with an error's status."""
-        ...
-
-
-KEEP_ALIVE: Final = b": still waiting\n\n"
+        return failure.body
 
 
 def event(value: Mapping[str, Any], name: str | None = None) -> bytes:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from stoker.api.deltas import Delta, Deltas, content_of
-from stoker.api.endpoint import ApiCall, event, take_flag
+from stoker.api.endpoint import ApiCall, Endpoint, EventWriter, event, take_flag
 from stoker.api.failure import Failure, FieldRefused
 from stoker.api.fields import (
     BodyOptions,
@@ -315,9 +315,7 @@ def _fields_of(body: dict[str, Any], url: str, options: BodyOptions) -> dict[str
     return fields
 
 
-class Messages:
-    """Implements `Endpoint`."""
-
+class Messages(Endpoint):
     url = MESSAGES_URL
     is_raw = False
     rules: Mapping[str, Rule] = _RULES
@@ -346,11 +344,10 @@ class Messages:
         return _error_body(failure)
 
 
-class TokenCount:
-    """Implements `Endpoint`; a count is a job that generates nothing."""
+class TokenCount(Messages):
+    """A count is a job that generates nothing."""
 
     url = COUNT_URL
-    is_raw = False
 
     def read(self, body: dict[str, Any], options: BodyOptions) -> ApiCall:
         fields = _fields_of(body, self.url, options)
@@ -361,12 +358,6 @@ class TokenCount:
 
     def answer(self, results: Sequence[GenerationResult], created_s: int, kept: Mapping[str, Any]) -> dict[str, Any]:
         return {"input_tokens": results[0].usage.prompt_tokens}
-
-    def events(self, job_id: str, call: ApiCall, created_s: int) -> "Events":
-        return Events(job_id, call.model)
-
-    def failure(self, failure: Failure) -> dict[str, Any]:
-        return _error_body(failure)
 
 
 MESSAGES: Final = Messages()
@@ -421,8 +412,8 @@ def _call_block(call: ToolCall) -> dict[str, Any]:
     return {"type": "tool_use", "id": call.id, "name": call.function.name, "input": {}}
 
 
-class Events:
-    """Implements `EventWriter`: a message of blocks, each with its start, its deltas and its stop."""
+class Events(EventWriter):
+    """A message of blocks, each with its start, its deltas and its stop."""
 
     keep_alive = event({"type": "ping"}, "ping")
 

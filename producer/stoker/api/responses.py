@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from stoker.api.deltas import Delta, Deltas
-from stoker.api.endpoint import KEEP_ALIVE, ApiCall, event, take_flag
+from stoker.api.endpoint import ApiCall, Endpoint, EventWriter, event, take_flag
 from stoker.api.failure import Failure, FieldRefused
 from stoker.api.fields import (
     BodyOptions,
@@ -220,9 +220,7 @@ RULES: Final[Mapping[str, Rule]] = {
 """Besides these: `stream`, `stream_options`, `store`, `background` and `previous_response_id`."""
 
 
-class Responses:
-    """Implements `Endpoint`."""
-
+class Responses(Endpoint):
     url = URL
     is_raw = False
 
@@ -267,9 +265,6 @@ class Responses:
 
     def events(self, job_id: str, call: ApiCall, created_s: int) -> "ResponseEvents":
         return ResponseEvents(job_id, call, created_s)
-
-    def failure(self, failure: Failure) -> dict[str, Any]:
-        return failure.body
 
 
 RESPONSES: Final = Responses()
@@ -398,13 +393,11 @@ def _usage(result: GenerationResult) -> dict[str, Any]:
 # --- the events ---
 
 
-class ResponseEvents:
-    """Implements `EventWriter`. One item of the output is open at a time.
+class ResponseEvents(EventWriter):
+    """One item of the output is open at a time.
 
     If thinking comes between two texts, each text is an item of its own; the answer without `stream` has only one.
     """
-
-    keep_alive = KEEP_ALIVE
 
     def __init__(self, job_id: str, call: ApiCall, created_s: int) -> None:
         self._job_id = job_id

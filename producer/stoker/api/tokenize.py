@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from stoker.api.endpoint import ApiCall, EventWriter
-from stoker.api.failure import Failure
+from stoker.api.endpoint import ApiCall, Endpoint, EventWriter
 from stoker.api.fields import BodyOptions, Rule, apply_rules, checked, copied, model_rule, only, template_kwargs
 from stoker_shared.result import GenerationResult
 
@@ -21,9 +20,7 @@ def _tokens(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
     fields["prompt_token_ids"] = value
 
 
-class TokenEndpoint:
-    """Implements `Endpoint`."""
-
+class TokenEndpoint(Endpoint):
     is_raw = True
 
     def __init__(self, url: str, rules: Mapping[str, Rule]) -> None:
@@ -47,9 +44,6 @@ class TokenEndpoint:
 
     def events(self, job_id: str, call: ApiCall, created_s: int) -> EventWriter:
         raise NotImplementedError  # `read` reads no call to be streamed
-
-    def failure(self, failure: Failure) -> dict[str, Any]:
-        return failure.body
 
 
 _TOKENIZE: Final[dict[str, Rule]] = {
