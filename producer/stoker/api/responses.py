@@ -357,15 +357,11 @@ def _reasoning_item(job_id: str, text: str) -> dict[str, Any]:
     return {"id": f"rs_{job_id}", "type": "reasoning", "summary": [], "content": content, "status": "completed"}
 
 
-def _message_item(job_id: str, text: str, logprobs: Logprobs | None, *, is_cut: bool = False) -> dict[str, Any]:
+def _message_item(job_id: str, text: str, logprobs: Logprobs | None, *, is_cut: bool) -> dict[str, Any]:
     status = "incomplete" if is_cut else "completed"
-    part = _text_part(text, logprobs)
-    return {"id": f"msg_{job_id}", "type": "message", "role": "assistant", "status": status, "content": [part]}
-
-
-def _text_part(text: str, logprobs: Logprobs | None = None) -> dict[str, Any]:
     scores = [] if logprobs is None else [entry.model_dump(mode="json") for entry in logprobs.content]
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": scores}
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": scores}
+    return {"id": f"msg_{job_id}", "type": "message", "role": "assistant", "status": status, "content": [part]}
 
 
 def _call_item(job_id: str, number: int, call: ToolCall) -> dict[str, Any]:
@@ -408,6 +404,7 @@ class ResponseEvents(EventWriter):
         self._items: list[dict[str, Any]] = []
         self._open = ""
         self._text = ""
+        self._place: dict[str, Any] = {}
 
     def begin(self) -> Iterator[bytes]:
         for name in ("created", "in_progress"):
@@ -444,39 +441,35 @@ class ResponseEvents(EventWriter):
         return len(self._items)
 
     @property
-    def _item_id(self) -> str:
-        first = f"{'rs' if self._open == 'reasoning' else 'msg'}_{self._job_id}"
-        return first if all(item["id"] != first for item in self._items) else f"{first}_{self._index}"
-
-    @property
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._item_id, "output_index": self._index, "content_index": 0}
-
-    @property
     def _stem(self) -> str:
         return "reasoning_text" if self._open == "reasoning" else "output_text"
 
+    def _item(self, logprobs: Logprobs | None = None, *, is_cut: bool = False) -> dict[str, Any]:
+        """The open item, with its text so far."""
+        if self._open == "reasoning":
+            item = _reasoning_item(self._job_id, self._text)
+        else:
+            item = _message_item(self._job_id, self._text, logprobs, is_cut=is_cut)
+        if any(other["id"] == item["id"] for other in self._items):
+            item["id"] = f"{item['id']}_{self._index}"
+        return item
+
     def _begin_item(self, kind: str) -> Iterator[bytes]:
         self._open, self._text = kind, ""
-        if kind == "reasoning":
-            item, part = _reasoning_item(self._job_id, ""), {"type": "reasoning_text", "text": ""}
-        else:
-            item, part = _message_item(self._job_id, "", None), _text_part("")
-        added = {**item, "id": self._item_id, "content": [], "status": "in_progress"}
+        item = self._item()
+        self._place = {"item_id": item["id"], "output_index": self._index, "content_index": 0}
+        added = {**item, "content": [], "status": "in_progress"}
         yield self._event("output_item.added", output_index=self._index, item=added)
-        yield self._event("content_part.added", **self._place, part=part)
+        yield self._event("content_part.added", **self._place, part=item["content"][0])
 
     def _close(self, logprobs: Logprobs | None = None, *, is_cut: bool = False) -> Iterator[bytes]:
         if not self._open:
             return
-        if self._open == "reasoning":
-            item, more = _reasoning_item(self._job_id, self._text), {}
-        else:
-            item = _message_item(self._job_id, self._text, logprobs, is_cut=is_cut)
-            more = {"logprobs": item["content"][0]["logprobs"]}
-        item["id"] = self._item_id
+        item = self._item(logprobs, is_cut=is_cut)
+        [part] = item["content"]
+        more: dict[str, Any] = {"logprobs": part["logprobs"]} if self._open == "text" else {}
         yield self._event(f"{self._stem}.done", **self._place, text=self._text, **more)
-        yield self._event("content_part.done", **self._place, part=item["content"][0])
+        yield self._event("content_part.done", **self._place, part=part)
         yield self._event("output_item.done", output_index=self._index, item=item)
         self._open = ""
         self._items.append(item)
