@@ -172,7 +172,7 @@ class Completions(Endpoint):
         return ApiCall(requests, str(body.get("model")), is_streamed, kept)
 
     def answer(self, results: Sequence[GenerationResult], created_s: int, kept: Mapping[str, Any]) -> dict[str, Any]:
-        make, first = _text_choice if self.is_raw else _chat_choice, results[0]
+        first = results[0]
         choices = [choice for result in results for choice in _choices_of(result)]
         body = {
             "id": f"{_ID_PREFIX[self.is_raw]}-{first.job_id}",
@@ -180,7 +180,7 @@ class Completions(Endpoint):
             "created": created_s,
             "model": first.model,
             "system_fingerprint": _FINGERPRINT,
-            "choices": [make(index, choice) for index, choice in enumerate(choices)],
+            "choices": [_choice(index, choice, is_raw=self.is_raw) for index, choice in enumerate(choices)],
             "usage": _usage_of(results),
         }
         if first.prompt_logprobs is not None and first.prompt is None:
@@ -244,17 +244,13 @@ def _message_of(choice: Choice) -> dict[str, Any]:
     return message
 
 
-def _chat_logprobs(logprobs: Logprobs | None) -> dict[str, Any] | None:
-    if logprobs is None:
+def _logprobs_of(choice: Choice, *, is_raw: bool) -> dict[str, Any] | None:
+    """Completions have an older form, by columns; a token's offset is the length of the text before it."""
+    if choice.logprobs is None:
         return None
-    return {"content": [entry.model_dump(mode="json") for entry in logprobs.content], "refusal": None}
-
-
-def _text_logprobs_of(logprobs: Logprobs | None) -> dict[str, Any] | None:
-    """The older form, by columns; a token's offset is the length of the text before it."""
-    if logprobs is None:
-        return None
-    entries: list[TokenLogprob] = logprobs.content
+    entries = choice.logprobs.content
+    if not is_raw:
+        return {"content": [entry.model_dump(mode="json") for entry in entries], "refusal": None}
     offsets, at = [], 0
     for entry in entries:
         offsets.append(at)
@@ -270,18 +266,10 @@ def _text_logprobs_of(logprobs: Logprobs | None) -> dict[str, Any] | None:
     }
 
 
-def _chat_choice(index: int, choice: Choice) -> dict[str, Any]:
-    return {
-        "index": index,
-        "message": _message_of(choice),
-        "logprobs": _chat_logprobs(choice.logprobs),
-        "finish_reason": choice.finish_reason,
-    }
-
-
-def _text_choice(index: int, choice: Choice) -> dict[str, Any]:
-    logprobs = _text_logprobs_of(choice.logprobs)
-    return {"index": index, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+def _choice(index: int, choice: Choice, *, is_raw: bool) -> dict[str, Any]:
+    answer: dict[str, Any] = {"text": choice.text} if is_raw else {"message": _message_of(choice)}
+    logprobs = _logprobs_of(choice, is_raw=is_raw)
+    return {"index": index, **answer, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
 
 _DONE: Final = b"data: [DONE]\n\n"
@@ -327,7 +315,7 @@ class Chunks(EventWriter):
 
     def _rest(self, index: int, choice: Choice, deltas: list[Delta]) -> Iterator[bytes]:
         """The missing deltas of a choice; its log-probabilities, if there are any, are in an event of text."""
-        logprobs = _text_logprobs_of(choice.logprobs) if self._is_raw else _chat_logprobs(choice.logprobs)
+        logprobs = _logprobs_of(choice, is_raw=self._is_raw)
         is_empty = self._is_raw and not deltas and index not in self._begun
         if is_empty or (logprobs is not None and all(delta.kind != "text" for delta in deltas)):
             deltas = [*deltas, Delta("text")]
