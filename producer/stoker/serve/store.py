@@ -230,11 +230,9 @@ class BatchStore(OwnedFolders[StoredBatch]):
 
     def reads(self, file_id: str) -> bool:
         """True if a batch that has not ended reads this file."""
-        batches = [self.read(batch_id) for batch_id in self.ids()]
-        return any(
-            batch is not None and batch.input_file_id == file_id and not self.state(batch.id).has_ended
-            for batch in batches
-        )
+        found = map(self.read, self.ids())
+        readers = (batch for batch in found if batch is not None and batch.input_file_id == file_id)
+        return any(not self.state(batch.id).has_ended for batch in readers)
 
 
 _ANSWER: Final = "answer.json"
@@ -277,15 +275,13 @@ class ResponseStore(OwnedFolders[StoredResponse]):
     def add(self, response: StoredResponse) -> bool:
         """Returns ``False`` if there is one with this id, made by a call with the same key. Raises `OSError`: it could
         not be written, and does not exist."""
-        if self.read(response.id) is not None:
-            return False
         try:
             with self.new(response.id) as draft:
                 self.write_page(draft, response)
         except OSError:
             if self.read(response.id) is None:
                 raise
-            return False  # another call has made it since
+            return False
         return True
 
     def set_answer(self, response_id: str, answer: dict[str, Any]) -> None:
