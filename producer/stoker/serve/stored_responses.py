@@ -105,15 +105,11 @@ async def _answer_of(backend: Backend, response: StoredResponse, timeout_s: floa
         result = await backend.ticket(response.job_id).result(timeout_s)
     except (ResultTimeout, RedisUnavailable):
         raise
-    except StokerError as error:
-        return _ended_badly(response, error)
-    return RESPONSES.answer([result], response.created_at, response.kept)
-
-
-def _ended_badly(response: StoredResponse, error: StokerError) -> dict[str, Any]:
-    if isinstance(error, JobCanceled):
+    except JobCanceled:
         return _frame_of(response, "cancelled")
-    return failed_response(_frame_of(response, "failed"), of_exception(error))
+    except StokerError as error:
+        return failed_response(_frame_of(response, "failed"), of_exception(error))
+    return RESPONSES.answer([result], response.created_at, response.kept)
 
 
 def _frame_of(response: StoredResponse, status: str) -> dict[str, Any]:
