@@ -34,9 +34,8 @@ class Trusted:
 def read_trust() -> Operation[list[Trusted]]:
     """All counts, sorted by class and model."""
     found = yield from ask("HGETALL", TRUST_KEY)
-    pairs = found.items() if isinstance(found, dict) else zip(found[::2], found[1::2], strict=True)
     known = []
-    for field, value in pairs:
+    for field, value in found.items():
         model, task = model_and_task(field.decode(errors="replace"))
         known.append(Trusted(model, task, Counts.parsed(value)))
     return sorted(known, key=lambda trusted: (trusted.task, trusted.model))
