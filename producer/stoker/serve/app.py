@@ -50,7 +50,6 @@ def build_app(redis_url: str, settings: ServeSettings) -> Starlette:
         Route(METRICS_PATH, metrics, methods=["GET"]),
     ]
     routes += _store_routes()
-    limits = {"max_body_bytes": settings.max_body_bytes, "max_file_bytes": settings.max_file_bytes}
     app = Starlette(
         routes=routes,
         middleware=[
@@ -62,7 +61,7 @@ def build_app(redis_url: str, settings: ServeSettings) -> Starlette:
                 expose_headers=["*"],
             ),
             Middleware(Counted),
-            Middleware(Guard, tokens=settings.tokens, origins=frozenset(settings.allowed_origins), **limits),
+            Middleware(Guard, settings=settings),
         ],
         exception_handlers={
             **dict.fromkeys((Failure, StokerError, Exception), on_error),

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from stoker.api.endpoints import ENDPOINTS
 from stoker.api.failure import Failure
 from stoker.serve.responses import failed
-from stoker.serve.settings import ANYBODY, Tokens
+from stoker.serve.settings import ANYBODY, ServeSettings
 from stoker_shared.http_guard import is_own_site
 
 HEALTH_PATHS: Final = ("/healthz", "/health")
@@ -26,13 +26,11 @@ _OTHER_BYTES: Final = 64 * 2**10
 
 
 class Guard:
-    def __init__(
-        self, app: ASGIApp, tokens: Tokens | None, *, origins: frozenset[str], max_body_bytes: int, max_file_bytes: int
-    ) -> None:
+    def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
         self._app = app
-        self._tokens = tokens
-        self._origins = origins
-        self._most = {**dict.fromkeys(ENDPOINTS, max_body_bytes), FILES_PATH: max_file_bytes}
+        self._tokens = settings.tokens
+        self._origins = settings.allowed_origins
+        self._most = {**dict.fromkeys(ENDPOINTS, settings.max_body_bytes), FILES_PATH: settings.max_file_bytes}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
