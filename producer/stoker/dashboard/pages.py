@@ -6,6 +6,7 @@ scripts fetch their data, and replaces that element.
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +16,7 @@ from redis import Redis
 from rq.job import Job
 from rq_dashboard import web
 
+from stoker.command_parts import status_text
 from stoker.operations import Operation, ask, run
 from stoker.overview import QueueStatus, overview, queues_now
 from stoker.presence import is_ours, live_workers
@@ -27,7 +29,7 @@ from stoker.tables import (
     trouble_text,
     worker_table,
 )
-from stoker.tickets import TicketStatus, status_of
+from stoker.tickets import status_of
 from stoker_shared.job_data import MAX_DATA_BYTES, read_json, unpacked
 from stoker_shared.wire import DEFAULT_QUEUE, REQUEST_KWARG
 
@@ -77,7 +79,8 @@ def facts_of(job_id: str) -> Operation[list[tuple[str, str]]]:
     status = yield from status_of(job_id)
     data = yield from ask("HGET", Job.key_for(job_id), "data")
     living = {worker.name for worker in (yield from live_workers())}
-    facts = [("State", _state(status)), ("Agent", _agent(data or b"") or "none")]
+    state = status_text(replace(status, worker=None, stage=None, tokens=None))
+    facts = [("State", state), ("Agent", _agent(data or b"") or "none")]
     if status.worker:
         facts.append(("Worker", status.worker))
         if is_ours(status.worker) and status.worker not in living:
@@ -87,13 +90,6 @@ def facts_of(job_id: str) -> Operation[list[tuple[str, str]]]:
         facts.append(("Tokens", str(status.tokens)))
         facts.append(("Rate", f"{rate_text(status.tokens_per_s or 0.0)} tokens/s"))
     return facts
-
-
-def _state(status: TicketStatus) -> str:
-    text = status.state
-    if status.position is not None:
-        text += f", {status.position} ahead of it" if status.position else ", next"
-    return f"{text}; {status.warning}" if status.warning else text
 
 
 def _agent(data: bytes) -> str | None:

@@ -42,8 +42,7 @@ def refuse_other_names(app: Flask, names: Collection[str]) -> None:
     def guard() -> Response | None:
         if host_name(request.host) in names:  # Flask's TRUSTED_HOSTS does not support IPv6
             return None
-        text = f"this dashboard does not answer to the Host {request.host!r}; --name allows it\n"
-        return Response(text, 400, content_type="text/plain; charset=utf-8")
+        return _plain(f"this dashboard does not answer to the Host {request.host!r}; --name allows it", 400)
 
     app.before_request(guard)
 
