@@ -28,7 +28,6 @@ from stoker.api.fields import (
 from stoker_shared.result import Choice, GenerationResult, Logprobs, ToolCall
 
 URL: Final = "/v1/responses"
-ID_PREFIX: Final = "resp_"
 
 _TEMPERATURE: Final = 1.0
 _LOGPROBS: Final = "message.output_text.logprobs"
@@ -44,7 +43,7 @@ _HOSTED: Final = frozenset(
 
 
 def response_id(job_id: str) -> str:
-    return f"{ID_PREFIX}{job_id}"
+    return f"resp_{job_id}"
 
 
 # --- the input ---
@@ -83,7 +82,9 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], where: st
         if text := _thought(item.get("content")) or _thought(item.get("summary")):
             _own_message(messages, "reasoning_content")["reasoning_content"] = text
     elif kind in ("function_call", "custom_tool_call"):
-        call = {"id": item.get("call_id"), "type": "function", "function": _called(item, kind)}
+        arguments = item.get("arguments" if kind == "function_call" else "input")
+        function = {"name": item.get("name"), "arguments": arguments}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
         _own_message(messages, None).setdefault("tool_calls", []).append(call)
     elif kind in ("function_call_output", "custom_tool_call_output"):
         text = _text_of(item.get("output"), f"{where}.output")
@@ -96,11 +97,6 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], where: st
 def _thought(parts: Any) -> str:
     texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
     return "\n".join(text for text in texts if isinstance(text, str))
-
-
-def _called(item: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    name = "arguments" if kind == "function_call" else "input"
-    return {"name": item.get("name"), "arguments": item.get(name)}
 
 
 def _own_message(messages: list[dict[str, Any]], part: str | None) -> dict[str, Any]:
