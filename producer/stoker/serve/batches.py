@@ -37,7 +37,10 @@ async def create(request: Request) -> Response:
     window, metadata = str(body.get("completion_window", "")), body.get("metadata")
     if metadata is not None and not (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())):
         raise _bad("metadata", "must be an object of strings")
-    window_s = _seconds(window)
+    try:
+        window_s = seconds_of(window, needs_unit=True)
+    except ValueError as error:
+        raise _bad("completion_window", f"is invalid: {error}") from None
     file = await asyncio.to_thread(request.app.state.files.get, owner, file_id)
     batches: BatchStore = request.app.state.batches
     asked = {"endpoint": endpoint, "input_file_id": file.id, "completion_window": window, "metadata": metadata}
@@ -106,13 +109,6 @@ def _as_object(
         "request_counts": {"total": state.total, **counts},
         "metadata": batch.metadata,
     }
-
-
-def _seconds(window: str) -> int:
-    try:
-        return seconds_of(window, needs_unit=True)
-    except ValueError as error:
-        raise _bad("completion_window", f"is invalid: {error}") from None
 
 
 def _bad(name: str, why: str, code: str = "invalid_value") -> Failure:
