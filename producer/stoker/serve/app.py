@@ -31,7 +31,7 @@ from stoker.serve.guard import FILES_PATH, HEALTH_PATHS, ROOT_PATH, Guard
 from stoker.serve.metrics import METRICS_PATH, Counted, metrics
 from stoker.serve.responses import CLIENT_IS_GONE, Json, failed, on_error
 from stoker.serve.settings import ServeSettings
-from stoker.serve.store import BatchStore, FileStore
+from stoker.serve.store import BatchStore, FileStore, ResponseStore
 from stoker.serve.stored_responses import Background
 from stoker_shared.errors import RedisUnavailable, StokerError
 
@@ -71,7 +71,7 @@ def build_app(redis_url: str, settings: ServeSettings) -> Starlette:
         lifespan=_lifespan,
     )
     app.state.backend = Backend(redis_url, settings)
-    app.state.background = Background(app.state.backend, settings.response_store())
+    app.state.background = Background(app.state.backend, ResponseStore(settings.batch_store))
     app.state.files = FileStore(settings.batch_store)
     app.state.batches = BatchStore(settings.batch_store)
     app.state.runner = BatchRunner(open_connection(redis_url), app.state.batches, app.state.files, settings)

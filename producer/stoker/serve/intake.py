@@ -80,7 +80,7 @@ class CallJobs:
 
 def call_jobs(raw: bytes, head: CallHead, settings: ServeSettings) -> CallJobs:
     """The jobs of a call with the body `raw`. Raises `Failure`: the call is refused."""
-    store = settings.response_store()
+    store = ResponseStore(settings.batch_store)
     try:
         call = ENDPOINTS[head.url].read(json_object(raw), settings.body_options)
         timeout_s = _BACKGROUND_S if call.is_background else settings.timeout_s

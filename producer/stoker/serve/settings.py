@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Final, Self
 
 from stoker.api.fields import BodyOptions
-from stoker.serve.store import ResponseStore
 from stoker_shared.wire import DEFAULT_QUEUE, MAX_REQUEST_BYTES
 
 MIN_TOKEN_CHARACTERS: Final = 16
@@ -77,7 +76,6 @@ class ServeSettings:
         body_options: which models a body may name, and the other options of all bodies.
         tokens: who may call; ``None`` for everyone who reaches the port.
         batch_store: folder of files, batches and responses.
-        keep_responses_s: how long a response can be continued, in seconds.
         allowed_origins: web sites whose pages may call.
         max_body_bytes, max_file_bytes: largest request body, and largest upload.
         max_waiting: most calls in flight for each name of tokens.
@@ -91,7 +89,6 @@ class ServeSettings:
     batch_queue: str = DEFAULT_QUEUE
     body_options: BodyOptions = field(default_factory=BodyOptions)
     tokens: Tokens | None = None
-    keep_responses_s: float = 7 * 86_400
     allowed_origins: tuple[str, ...] = ()
     max_body_bytes: int = MAX_REQUEST_BYTES
     max_file_bytes: int = 512 * 2**20
@@ -99,7 +96,3 @@ class ServeSettings:
     timeout_s: int = 600
     queue_without_worker: bool = False
     worker_wait_s: float = 3.0
-
-    def response_store(self) -> ResponseStore:
-        """Raises `OSError`: it cannot be made."""
-        return ResponseStore(self.batch_store, keep_s=self.keep_responses_s)

@@ -237,6 +237,7 @@ class BatchStore(OwnedFolders[StoredBatch]):
 
 _ANSWER: Final = "answer.json"
 MOST_RESPONSES: Final = 10_000
+_KEEP_RESPONSES_S: Final = 7 * 86_400
 _MOST_TURNS: Final = 10_000
 
 
@@ -265,7 +266,7 @@ class ResponseStore(OwnedFolders[StoredResponse]):
     place, kind, of_page = "responses", "response", StoredResponse
     id_form = re.compile("resp_[A-Za-z0-9_-]{1,200}")
 
-    def __init__(self, store: Path, *, keep_s: float, most: int = MOST_RESPONSES) -> None:
+    def __init__(self, store: Path, *, keep_s: float = _KEEP_RESPONSES_S, most: int = MOST_RESPONSES) -> None:
         """Keep responses for `keep_s` seconds, and the newest `most` only. Raises `OSError`: the folder cannot be
         made."""
         super().__init__(store)
