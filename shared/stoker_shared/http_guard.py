@@ -15,7 +15,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Container
 from contextlib import suppress
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any, Final
@@ -35,10 +34,10 @@ def host_name(host: str) -> str:
         return ""
 
 
-def is_own_site(host: str | None, origin: str | None, names: Container[str] = LOOPBACK_NAMES) -> bool:
-    """Whether these headers of a request, `host` and `origin`, name this server. `names` are in lower case, IPv6
-    addresses without brackets."""
-    return host_name(host or "") in names and (not origin or host_name(origin.partition("://")[2]) in names)
+def is_own_site(host: str | None, origin: str | None) -> bool:
+    """Whether these headers of a request, `host` and `origin`, name this server by a name of loopback."""
+    named = [host or "", origin.partition("://")[2]] if origin else [host or ""]
+    return all(host_name(name) in LOOPBACK_NAMES for name in named)
 
 
 def is_private_name(name: str) -> bool:
