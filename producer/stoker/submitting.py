@@ -135,23 +135,27 @@ def submit_many(
     if job_ids is not None:
         requests = list(requests)
         _require_ids_for(requests, job_ids)
+    checked: Iterable[GenerationRequest] = (_checked(index, request) for index, request in enumerate(requests))
+    busy = _Busy()
     if isinstance(requests, Sequence):
-        requests = yield from _all_checked(requests)
+        valid = []
+        for request in checked:
+            valid.append(request)
+            yield from busy.rest()
+        checked = valid
     ids = iter(job_ids) if job_ids is not None else None
     submitted: list[Submitted] = []
     chunk: list[NewJob] = []
     chunk_bytes = 0
-    busy = _Busy()
-    for index, request in enumerate(requests):
-        routed = yield from _routed(routing, _checked(index, request), given)
+    for request in checked:
+        routed = yield from _routed(routing, request, given)
         job = NewJob(routed, options, queue_of(routed, queue), next(ids) if ids else None)
         if chunk and (len(chunk) == CHUNK_JOBS or chunk_bytes + job.size_bytes > CHUNK_BYTES):
             submitted += yield from _enqueue_chunk(chunk, ids is None)
             chunk, chunk_bytes = [], 0
         chunk.append(job)
         chunk_bytes += job.size_bytes
-        if busy.for_long():
-            yield Pause(0)
+        yield from busy.rest()
     if chunk:
         submitted += yield from _enqueue_chunk(chunk, ids is None)
     return submitted
@@ -176,16 +180,6 @@ def _routed(routing: Routing, request: GenerationRequest, given: Mapping[str, An
             raise InvalidRequest("min_trust: needs 'models'")
         return request
     return (yield from routing.routed(request, models, min_trust))
-
-
-def _all_checked(requests: Sequence[GenerationRequest | Mapping[str, Any]]) -> Operation[list[GenerationRequest]]:
-    checked = []
-    busy = _Busy()
-    for index, request in enumerate(requests):
-        checked.append(_checked(index, request))
-        if busy.for_long():
-            yield Pause(0)
-    return checked
 
 
 def _checked(index: int, request: GenerationRequest | Mapping[str, Any]) -> GenerationRequest:
@@ -231,12 +225,12 @@ class _Busy:
     def __init__(self) -> None:
         self._since = time.monotonic()
 
-    def for_long(self) -> bool:
+    def rest(self) -> Operation[None]:
+        """Pause if that is long."""
         now = time.monotonic()
-        if now - self._since < _BUSY_S:
-            return False
-        self._since = now
-        return True
+        if now - self._since >= _BUSY_S:
+            self._since = now
+            yield Pause(0)
 
 
 _TRIES: Final = 5  # in each of them, redis-py tries several times too
