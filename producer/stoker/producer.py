@@ -28,35 +28,36 @@ TicketT = TypeVar("TicketT", bound=AnyTicket)
 
 
 class Outstanding(Generic[TicketT]):
-    """A wait for the jobs of many tickets together; several tickets may have the same job. False once all jobs have
-    ended.
+    """A wait for the jobs of many tickets together; several tickets may have the same job. False once `next` has
+    returned all of them.
 
     Args:
         timeout_s: how long to wait for all of them together, in seconds; ``None`` for no limit.
-
-    Attributes:
-        ended_before: tickets whose job's end was known already.
     """
 
     def __init__(self, tickets: Iterable[TicketT], timeout_s: float | None, connection: AnyRedis) -> None:
         self._waiter = Waiter()
         self._slice_s = blocking_slice_s(connection)
-        self.ended_before: list[TicketT] = []
+        self._ended: list[TicketT] = []
         self._by_job_id: dict[str, list[TicketT]] = defaultdict(list)
         for ticket in tickets:
             if ticket._ended is not None:
-                self.ended_before.append(ticket)
+                self._ended.append(ticket)
             else:
                 self._by_job_id[ticket.job_id].append(ticket)
                 self._waiter.add(ticket.job_id, is_new=ticket._is_new)
         self._patience = Patience(timeout_s)
 
     def __bool__(self) -> bool:
-        return bool(self._by_job_id)
+        return bool(self._ended or self._by_job_id)
 
     def next(self) -> Operation[list[TicketT]]:
-        """The tickets of the next jobs to end, one or more; each then keeps its job's end. Raises `ResultTimeout`: the
-        time is over; `redis.exceptions.RedisError`: as `Patience.enduring`."""
+        """The tickets whose jobs' ends are known already, then those of the next jobs to end, one or more; each then
+        keeps its job's end. Raises `ResultTimeout`: the time is over; `redis.exceptions.RedisError`: as
+        `Patience.enduring`."""
+        if self._ended:
+            known, self._ended = self._ended, []
+            return known
         yield Pause(0)
         ended = yield from self._waiter.wait(self._patience, self._slice_s)
         if not ended:
@@ -70,36 +71,28 @@ class Outstanding(Generic[TicketT]):
                 tickets.append(ticket)
         return tickets
 
-    def outcomes(self, *, return_errors: bool) -> Operation[dict[str, GenerationResult | JobError]]:
-        """The results of all jobs, or their errors, by id, without jobs that have not ended in time. Raises the first
-        `JobError` unless `return_errors`."""
-        outcomes: dict[str, GenerationResult | JobError] = {}
-        ended = self.ended_before
-        while True:
-            for ticket in ended:
-                assert ticket._ended is not None
-                try:
-                    outcomes[ticket.job_id] = ticket._ended.outcome()
-                except JobError as error:
-                    if not return_errors:
-                        raise
-                    outcomes[ticket.job_id] = error
-            if not self:
-                return outcomes
-            try:
-                ended = yield from self.next()
-            except ResultTimeout:
-                if not return_errors:
-                    raise
-                return outcomes
-
 
 def outcomes_of(
     tickets: Iterable[AnyTicket], timeout_s: float | None, connection: AnyRedis, *, return_errors: bool
 ) -> Operation[list[Any]]:
     """As `Producer.results`."""
     wanted, late = list(tickets), "has not ended in time; it continues"
-    found = yield from Outstanding(wanted, timeout_s, connection).outcomes(return_errors=return_errors)
+    outstanding, found = Outstanding(wanted, timeout_s, connection), dict[str, GenerationResult | JobError]()
+    while outstanding:
+        try:
+            ended = yield from outstanding.next()
+        except ResultTimeout:
+            if not return_errors:
+                raise
+            break
+        for ticket in ended:
+            assert ticket._ended is not None
+            try:
+                found[ticket.job_id] = ticket._ended.outcome()
+            except JobError as error:
+                if not return_errors:
+                    raise
+                found[ticket.job_id] = error
     return [found.get(ticket.job_id) or ResultTimeout(ticket.job_id, late) for ticket in wanted]
 
 
@@ -290,7 +283,6 @@ class Producer(AnyProducer):
                 minute.
         """
         outstanding = Outstanding(tickets, timeout_s, self._connection)
-        yield from outstanding.ended_before
         while outstanding:
             yield from run(self._connection, outstanding.next())
 
@@ -409,8 +401,6 @@ class AsyncProducer(AnyProducer):
     ) -> AsyncIterator[AsyncTicket]:
         """As `Producer.as_completed`: ``async for ticket in producer.as_completed(tickets)``."""
         outstanding = Outstanding(tickets, timeout_s, self._connection)
-        for ticket in outstanding.ended_before:
-            yield ticket
         while outstanding:
             for ticket in await run_async(self._connection, outstanding.next()):
                 yield ticket
