@@ -115,7 +115,8 @@ class Feeder:
     def is_held_back(self) -> str | None:
         """The reason why nothing may be sent now, as a message; ``None`` if lines may be sent. Raises
         `RedisUnavailable`."""
-        used, limit = run(self.connection, _used_bytes())
+        memory = run(self.connection, ask("INFO", "memory"))
+        used, limit = int(memory["used_memory"]), int(memory.get("maxmemory", 0))  # 0: no limit
         allowed = self.max_redis_bytes
         if allowed is None:
             allowed = min(_DEFAULT_MAX_BYTES, int(_PART_OF_MAXMEMORY * limit) if limit else _DEFAULT_MAX_BYTES)
@@ -133,9 +134,3 @@ class Feeder:
             return line, NewJob(request, self.job_options, queue_of(request, record.queue), job_id)
         except RequestError as error:
             raise refused_request(number, line.custom_id, error) from None
-
-
-def _used_bytes() -> Operation[tuple[int, int]]:
-    """The memory that the server uses, and its own limit (0 for none), in bytes."""
-    memory = yield from ask("INFO", "memory")
-    return int(memory["used_memory"]), int(memory.get("maxmemory", 0))
