@@ -25,7 +25,6 @@ from stoker_shared.request import GenerationRequest, build_request
 MAX_NAME_CHARACTERS: Final = 40
 _NAME: Final = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_-]{{0,{MAX_NAME_CHARACTERS - 1}}}")
 _ANSWER: Final = re.compile(r"batch_req_(.+)-(\d+)-[0-9a-f]{12}")
-_ANSWER_PREFIX: Final = "batch_req_"
 
 
 def is_batch_name(name: str) -> bool:
@@ -51,7 +50,7 @@ def job_id_for(batch: str, number: int, custom_id: str | None) -> str:
 
 def answer_id_for(job_id: str) -> str:
     """The `id` of an output line."""
-    return f"{_ANSWER_PREFIX}{job_id}"
+    return f"batch_req_{job_id}"
 
 
 def line_of_answer(answer_id: object) -> tuple[str, int] | None:
@@ -148,17 +147,13 @@ def _object_of(number: int, raw: bytes) -> tuple[Mapping[str, Any], str | None]:
 
 def usable_custom_id(value: object) -> str | None:
     """`value` if it can be the `custom_id` of a line, else ``None``."""
-    if isinstance(value, str) and 0 < len(value) <= MAX_CUSTOM_ID_CHARACTERS and _is_text(value):
-        return value
-    return None
-
-
-def _is_text(value: str) -> bool:
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_CUSTOM_ID_CHARACTERS:
+        return None
     try:
         value.encode()
     except UnicodeEncodeError:  # half a surrogate pair
-        return False
-    return True
+        return None
+    return value
 
 
 class LineSet:
