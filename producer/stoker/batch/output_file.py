@@ -99,9 +99,6 @@ class Causes:
         return ", ".join(f"{count:,} {kind}" for kind, count in self.counts.most_common())
 
 
-_BEGIN: Final = '{{"id":"{}-'
-
-
 class OutputRefused(StokerError, ValueError):
     """The file cannot be the output file of this batch; the message has the reason."""
 
@@ -233,7 +230,7 @@ class OutputFile:
         return True
 
     def _require_half_of_ours(self, last: bytes) -> None:
-        begin = _BEGIN.format(answer_id_for(self._batch)).encode()
+        begin = f'{{"id":"{answer_id_for(self._batch)}-'.encode()
         written = last[: len(begin)].rstrip(b"\0")  # a power failure leaves zeros where blocks were not written
         if not begin.startswith(written):
             raise OutputRefused(f"{self._path} has content other than answers; it was not changed")
