@@ -56,9 +56,7 @@ def ends_of(
     fresh = {job_id for job_id, entries in streams.items() if _is_since(before_ms, entries)}
     jobs = [line for line in jobs if line.job_id(batch) not in fresh]
     seen = [line for line in jobs if look_at_all or line.job_id(batch) in streams]
-    hashes = []
-    if seen:
-        hashes = yield Commands([JobRecord.hash_command(line.job_id(batch)) for line in seen])
+    hashes = yield Commands([JobRecord.hash_command(line.job_id(batch)) for line in seen])
     # A job that ended between the two reads has its entry by now, and is found next time.
     late = [line.job_id(batch) for line, values in zip(seen, hashes, strict=True) if values[0] is not None]
     late_streams = yield from _streams([job_id for job_id in late if job_id not in streams])

@@ -178,8 +178,6 @@ def forget(batch: str) -> Operation[None]:
 def all_batches() -> Operation[list[str]]:
     """The ids of all batches, the oldest first. Batches whose record has expired are removed from the index."""
     names = [name.decode(errors="replace") for name in (yield from ask("ZRANGE", INDEX_KEY, 0, -1))]
-    if not names:
-        return []
     exist = yield Commands([("EXISTS", record_key(name)) for name in names])
     if gone := [name for name, exists in zip(names, exist, strict=True) if not exists]:
         yield from ask("ZREM", INDEX_KEY, *gone)
@@ -402,8 +400,6 @@ def cancel_batch(record: BatchRecord, *, remove: bool) -> Operation[int]:
 
 def _cancel(batch: str, lines: list[SentLine]) -> Operation[int]:
     jobs = [line.job_id(batch) for line in lines if line.custom_id is not None]
-    if not jobs:
-        return 0
     states = yield Commands([("HGET", Job.key_for(job_id), "status") for job_id in jobs])
     n_canceled = 0
     for job_id, state in zip(jobs, states, strict=True):
@@ -464,9 +460,7 @@ def status_of(record: BatchRecord) -> Operation[BatchStatus]:
 
 def _states(batch: str, lines: Sequence[SentLine]) -> Operation[list[str]]:
     jobs = [line for line in lines if line.custom_id is not None]
-    found = []
-    if jobs:
-        found = yield Commands([("HGET", Job.key_for(line.job_id(batch)), "status") for line in jobs])
+    found = yield Commands([("HGET", Job.key_for(line.job_id(batch)), "status") for line in jobs])
     return ["failed"] * (len(lines) - len(jobs)) + [_state(status) for status in found]
 
 
