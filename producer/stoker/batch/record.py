@@ -302,7 +302,8 @@ def send(
 def sent_lines(batch: str, after: int, count: int) -> Operation[list[SentLine]]:
     """The next `count` lines in Redis after the line number `after`, sorted by number."""
     found = yield from ask("ZRANGEBYSCORE", lines_key(batch), f"({after}", "(+inf", "WITHSCORES", "LIMIT", 0, count)
-    pairs = [(entry[0], entry[1]) for entry in found] if found and isinstance(found[0], list | tuple) else _pairs(found)
+    # The reply is flat in RESP2 and has pairs in RESP3.
+    pairs = found if found and isinstance(found[0], list | tuple) else zip(found[::2], found[1::2], strict=True)
     return [_sent_line(int(float(number)), member.decode(errors="replace")) for member, number in pairs]
 
 
@@ -370,10 +371,6 @@ def _counts(record: BatchRecord, output: str, n_taken: int, n_failed: int) -> li
     return [("HSET", key, "output", output), *(("HINCRBY", key, name, n) for name, n in added), *kept(record)]
 
 
-def _pairs(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
-    return list(zip(flat[::2], flat[1::2], strict=True))
-
-
 def _sent_line(number: int, member: str) -> SentLine:
     mark, _, custom_id = member.partition(":")
     return SentLine(number, member, _URLS.get(mark, ""), custom_id if mark in _URLS else None)
@@ -404,14 +401,9 @@ def _cancel(batch: str, lines: list[SentLine]) -> Operation[int]:
     n_canceled = 0
     for job_id, state in zip(jobs, states, strict=True):
         if state is not None and state.decode(errors="replace") not in ENDED:
-            try:
+            with suppress(JobNotFound):  # it has just expired, or was deleted
                 n_canceled += yield from cancel_job(job_id)
-            except JobNotFound:  # it has just expired, or was deleted
-                continue
     return n_canceled
-
-
-_FAILED: Final = frozenset({JobStatus.FAILED.value, JobStatus.STOPPED.value, JobStatus.CANCELED.value})
 
 
 @dataclass(frozen=True)
@@ -470,4 +462,4 @@ def _state(status: bytes | None) -> str:
         return "done"
     if text == JobStatus.STARTED.value:
         return "running"
-    return "failed" if status is None or text in _FAILED else "waiting"
+    return "failed" if status is None or text in ENDED else "waiting"
