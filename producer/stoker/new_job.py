@@ -7,6 +7,7 @@ RQ's own enqueueing takes several round trips and does not support asyncio, so t
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeAlias
 from uuid import uuid4
 
@@ -71,6 +72,7 @@ class JobOptions:
     allow_dependency_failures: bool = False
     stream: bool = False
     dependency_ids: tuple[str, ...] = field(init=False)
+    rq_retry: Retry | None = field(init=False)
 
     def __post_init__(self) -> None:
         for name in ("job_timeout_s", "result_ttl_s", "failure_ttl_s"):
@@ -78,14 +80,10 @@ class JobOptions:
                 _require_seconds(name, getattr(self, name), " or -1 for ever")
         if self.ttl_s is not None:
             _require_seconds("ttl_s", self.ttl_s)
-        object.__setattr__(self, "retry", _checked_retry(self.retry))
+        object.__setattr__(self, "rq_retry", _checked_retry(self.retry))
         object.__setattr__(self, "dependency_ids", _ids_of(self.depends_on))
         if self.allow_dependency_failures and not self.dependency_ids:
             raise InvalidRequest("allow_dependency_failures: needs depends_on")
-
-    @property
-    def rq_retry(self) -> Retry | None:
-        return self.retry if isinstance(self.retry, Retry) else None
 
 
 def require_job_id(name: str, job_id: object) -> str:
@@ -201,7 +199,7 @@ class NewJob:
             state = {"status": JobStatus.DEFERRED.value}
         else:
             state = {"status": JobStatus.QUEUED.value, "enqueued_at": utcformat(now())}
-        commands.append(("HSET", self.key, *_flat({**self._fields, **state})))
+        commands.append(("HSET", self.key, *chain.from_iterable({**self._fields, **state}.items())))
         if self._ttl_s is not None:
             keys = (self.key, self._dependents_key, self._dependencies_key)
             commands += [("EXPIRE", key, self._ttl_s) for key in keys]
@@ -229,7 +227,3 @@ def _depends_on(options: JobOptions) -> Dependency | list[Dependency | Job | str
     return Dependency(
         options.dependency_ids, allow_failure=options.allow_dependency_failures, enqueue_at_front=options.at_front
     )
-
-
-def _flat(fields: dict[str, Any]) -> list[Any]:
-    return [part for field in fields.items() for part in field]
