@@ -44,16 +44,12 @@ def usual_url() -> str:
 def open_connection(redis: "str | Redis") -> Redis:
     """A client for the URL (nothing is sent yet), or the given client unchanged. Raises `ValueError`: not a Redis URL,
     or a client that decodes responses, with which RQ cannot work. Raises `TypeError`: neither a string nor a client."""
-    return _opened(redis, Redis, Retry(_backoff(), _RETRIES))
+    return _opened(redis, Redis, Retry)
 
 
 def open_async_connection(redis: "str | AsyncRedis") -> AsyncRedis:
     """As `open_connection`, on redis.asyncio."""
-    return _opened(redis, AsyncRedis, AsyncRetry(_backoff(), _RETRIES))
-
-
-def _backoff() -> ExponentialBackoff:
-    return ExponentialBackoff(cap=1.0, base=0.05)
+    return _opened(redis, AsyncRedis, AsyncRetry)
 
 
 def _opened(redis: Any, client: type[_Client], retry: Any) -> _Client:
@@ -73,7 +69,7 @@ def _from_url(url: str, client: type[_Client], retry: Any) -> _Client:
             socket_timeout=_SOCKET_TIMEOUT_S,
             socket_connect_timeout=_SOCKET_TIMEOUT_S,
             health_check_interval=30,
-            retry=retry,
+            retry=retry(ExponentialBackoff(cap=1.0, base=0.05), _RETRIES),
             retry_on_error=list(LOST),
         )
     except (ValueError, TypeError):
