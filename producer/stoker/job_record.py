@@ -6,11 +6,11 @@ megabytes), and works for jobs of any client in any language.
 
 import json
 from base64 import b64decode
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from redis import Redis
 from rq.job import Job, JobStatus
 from rq.queue import Queue
@@ -37,8 +37,7 @@ def registry_key(registry: type[BaseRegistry], queue: str) -> str:
     return str(registry(queue, connection=NO_CONNECTION).key)
 
 
-T = TypeVar("T")
-AgentT = TypeVar("AgentT", bound=BaseModel)
+ResultT = TypeVar("ResultT", bound=BaseModel)
 
 ENDED = frozenset(str(s.value) for s in (JobStatus.FINISHED, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED))
 NO_ENTRY = "0-0"
@@ -140,13 +139,13 @@ class JobRecord:
             JobCanceled: it was canceled, or stopped by RQ's command.
             JobNotFound: there is no such job, or it finished, but its result has expired.
         """
-        return self._returned(GenerationResult.model_validate, "a generation result")
+        return self._returned(GenerationResult, "a generation result")
 
-    def agent_outcome(self, kind: type[AgentT]) -> AgentT:
+    def agent_outcome(self, kind: type[ResultT]) -> ResultT:
         """As `outcome`, for a job about an agent's memory whose result is of this kind."""
-        return self._returned(kind.model_validate, "a result of this kind about an agent")
+        return self._returned(kind, "a result of this kind about an agent")
 
-    def _returned(self, read: Callable[[Any], T], expected: str) -> T:
+    def _returned(self, kind: type[ResultT], expected: str) -> ResultT:
         if not self.state:
             raise JobNotFound(self.job_id)
         if self.state == JobStatus.FAILED.value:
@@ -158,8 +157,8 @@ class JobRecord:
         if fields is None:
             raise JobNotFound(self.job_id, "finished, but its result has expired")
         try:
-            return read(json.loads(unpacked(b64decode(fields[b"return_value"]), MAX_RESULT_BYTES)))
-        except (KeyError, ValueError, RecursionError, ValidationError):
+            return kind.model_validate(json.loads(unpacked(b64decode(fields[b"return_value"]), MAX_RESULT_BYTES)))
+        except (KeyError, ValueError, RecursionError):
             raise JobFailed(self.job_id, f"UnreadableResult: it did not return {expected}") from None
 
     def reason(self) -> str:
