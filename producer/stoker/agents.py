@@ -25,7 +25,7 @@ from rq.results import Result
 
 from stoker.canceling import cancel_job
 from stoker.connection import blocking_slice_s
-from stoker.job_record import ENDED, queue_key, registry_key
+from stoker.job_record import ENDED, ENDED_REGISTRIES, queue_key, registry_key
 from stoker.new_job import JobOptions, NewJob, checked_queue_name, require_job_id
 from stoker.operations import Command, Commands, Operation, ask, run, run_async
 from stoker.submitting import enqueue
@@ -190,7 +190,6 @@ def agent_job(
 
 
 _PAGE: Final = 500
-_ENDED: Final[tuple[Any, ...]] = (FinishedJobRegistry, FailedJobRegistry, CanceledJobRegistry)
 _REQUESTS: Final = 16
 """Requests read at once; each may have 8 MB."""
 
@@ -287,5 +286,5 @@ def _remove(job_id: str, queue: str) -> Operation[bool]:
         return False
     related = (Job.dependents_key_for(job_id), f"{Job.redis_job_namespace_prefix}:{job_id}:dependencies")  # as in RQ
     commands: list[Command] = [("DEL", key, *related, Result.get_key(job_id), STREAM_KEY.format(job_id=job_id))]
-    yield Commands([*commands, *(("ZREM", registry_key(registry, queue), job_id) for registry in _ENDED)])
+    yield Commands([*commands, *(("ZREM", registry_key(registry, queue), job_id) for registry in ENDED_REGISTRIES)])
     return True

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from redis import Redis
 from rq.job import Job, JobStatus
 from rq.queue import Queue
-from rq.registry import BaseRegistry
+from rq.registry import BaseRegistry, CanceledJobRegistry, FailedJobRegistry, FinishedJobRegistry
 from rq.results import Result
 
 from stoker.operations import Command, Commands, Entries, Operation
@@ -40,6 +40,7 @@ def registry_key(registry: type[BaseRegistry], queue: str) -> str:
 ResultT = TypeVar("ResultT", bound=BaseModel)
 
 ENDED = frozenset(str(s.value) for s in (JobStatus.FINISHED, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED))
+ENDED_REGISTRIES = (FinishedJobRegistry, FailedJobRegistry, CanceledJobRegistry)
 NO_ENTRY = "0-0"
 _FIELDS = ("status", "origin", "worker_name", "meta", "exc_info")
 KEPT_RESULTS = 10  # RQ trims the stream to this many

@@ -22,14 +22,13 @@ from typing import Any, Final, Self
 
 from redis.exceptions import OutOfMemoryError
 from rq.job import Job, JobStatus
-from rq.registry import CanceledJobRegistry, FailedJobRegistry, FinishedJobRegistry
 from rq.results import Result
 
 from stoker.api.chat import CHAT_URL, TEXT_URL
 from stoker.api.responses import RESPONSES
 from stoker.batch.input_file import Line, job_id_for
 from stoker.canceling import cancel_job
-from stoker.job_record import ENDED, registry_key
+from stoker.job_record import ENDED, ENDED_REGISTRIES, registry_key
 from stoker.new_job import NewJob, make_queue_known, push
 from stoker.operations import Command, Commands, Operation, Watched, ask, undisturbed
 from stoker_shared.errors import JobNotFound, StokerError
@@ -238,7 +237,6 @@ def _holder_key(batch: str) -> str:
 _MARKS: Final = {CHAT_URL: "chat", TEXT_URL: "text", RESPONSES.url: "responses"}
 _URLS: Final = {mark: url for url, mark in _MARKS.items()}
 _BAD: Final = "bad"
-_REGISTRIES: Final = (FinishedJobRegistry, FailedJobRegistry, CanceledJobRegistry)
 
 
 @dataclass(frozen=True)
@@ -361,7 +359,7 @@ def _entry_removals(record: BatchRecord, lines: Sequence[SentLine]) -> list[Comm
     commands: list[Command] = [("ZREM", lines_key(record.batch), *(line.member for line in lines))]
     if jobs := [line.job_id(record.batch) for line in lines if line.custom_id is not None]:
         for queue in record.queues:
-            commands += [("ZREM", registry_key(registry, queue), *jobs) for registry in _REGISTRIES]
+            commands += [("ZREM", registry_key(registry, queue), *jobs) for registry in ENDED_REGISTRIES]
     return commands
 
 
