@@ -48,6 +48,7 @@ HELP = {"-h", "--help"}
         "Models": ("trust",),
         "Server": ("status", "workers", "serve", "dashboard"),
     },
+    commands=[submit, agent, batch, workers, status, trust, dashboard, serve],
     context_settings=SETTINGS,
     epilog=examples(
         "stoker submit --message 'Name three rivers.' --wait",
@@ -63,16 +64,6 @@ HELP = {"-h", "--help"}
 def cli(context: click.Context, redis_url: str) -> None:
     """Enqueue generation jobs for a stoker worker and read their results."""
     context.obj = redis_url
-
-
-cli.add_command(submit)
-cli.add_command(agent)
-cli.add_command(batch)
-cli.add_command(workers)
-cli.add_command(status)
-cli.add_command(trust)
-cli.add_command(dashboard)
-cli.add_command(serve)
 
 
 @cli.command(epilog=examples("stoker result JOB_ID --timeout-s 600", "stoker result JOB_ID --json"))
