@@ -21,6 +21,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import SchemaError, SchemaValidator, core_schema
 
 from stoker_shared.errors import InvalidRequest
+from stoker_shared.job_data import refuse_constant
 from stoker_shared.message import as_tuple
 from stoker_shared.result import Choice, FinishReason
 
@@ -188,7 +189,7 @@ def _schema_fault(schema: dict[str, Any], text: str) -> str | None:
     except InvalidRequest as unreadable:
         return f"the schema cannot be applied ({str(unreadable).removeprefix('check.json_schema: ')})"
     try:
-        value = json.loads(text, parse_constant=_refuse)
+        value = json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         return "the answer is not JSON"
     try:
@@ -317,7 +318,3 @@ def _is_pattern(regex: object) -> bool:
 
 def _as_text(schema: dict[str, Any]) -> str:
     return json.dumps(schema, sort_keys=True)
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")

@@ -59,7 +59,7 @@ def read_json(text: bytes, at_most: int = MAX_REQUEST_BYTES, *, is_echoed: bool 
         ValueError: it is not JSON.
     """
     require_bounds(text, at_most)
-    strict: dict[str, Any] = {"parse_float": _finite, "parse_constant": _refuse} if is_echoed else {}
+    strict: dict[str, Any] = {"parse_float": _finite, "parse_constant": refuse_constant} if is_echoed else {}
     return json.loads(text.decode("utf-8-sig"), parse_int=_integer, **strict)
 
 
@@ -101,7 +101,8 @@ def _finite(digits: str) -> float:
     return value
 
 
-def _refuse(constant: str) -> None:
+def refuse_constant(constant: str) -> None:
+    """For `parse_constant` of `json.loads`. Raises `ValueError`: NaN and infinities are not JSON."""
     raise ValueError(f"{constant} is not JSON")
 
 
