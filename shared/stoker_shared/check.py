@@ -60,7 +60,7 @@ class Check(BaseModel):
             raise ValueError("at least one condition must be given")
         if self.regex is not None:
             try:
-                require_pattern(self.regex)
+                _compiled(self.regex)
             except NoPattern as error:
                 raise ValueError(f"'regex' cannot be read: {error}") from None
         return self
@@ -83,11 +83,6 @@ class NoPattern(ValueError):
     """The pattern is not of Rust's dialect, or is too large."""
 
 
-def require_pattern(regex: str) -> None:
-    """Raises `NoPattern`."""
-    _compiled(regex)
-
-
 def is_found(regex: str, text: str) -> bool:
     """True if the pattern matches anywhere in the text. Raises `NoPattern`."""
     try:
@@ -99,6 +94,7 @@ def is_found(regex: str, text: str) -> bool:
 
 @lru_cache(maxsize=16)  # each may take 14 MB
 def _compiled(regex: str) -> SchemaValidator:
+    """Raises `NoPattern`."""
     if len(regex) > _MOST_CHARACTERS:
         raise NoPattern(f"it is longer than {_MOST_CHARACTERS:,} characters")
     try:
@@ -312,7 +308,7 @@ def _key(value: Any) -> Any:
 
 def _is_pattern(regex: object) -> bool:
     if isinstance(regex, str):
-        require_pattern(regex)
+        _compiled(regex)
     return True
 
 
