@@ -7,6 +7,7 @@ it can stop anywhere and begin again.
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Final
 
 from redis import Redis
@@ -180,8 +181,8 @@ class Collector:
         unknown = [line for line in lines if line.number not in self.output.written]
         ends = run(self.connection, ends_of(record.batch, unknown, before_ms=before_ms, look_at_all=self._looks_at_all))
         n_bytes = sum(end.n_bytes for end in ends.values())
-        if self.in_order:
-            ends = _without_gaps(unknown, ends)
+        if self.in_order:  # only those before the first line that has not ended
+            ends = {line: ends[line] for line in takewhile(ends.__contains__, unknown)}
         self._size_pages(n_bytes, has_gap=self.in_order and len(ends) < len(unknown))
         self.output.append([(line.number, end.answer) for line, end in ends.items()])
         for end in ends.values():
@@ -199,13 +200,3 @@ class Collector:
             self._page = _MIN_PAGE
         else:
             self._page = max(_MIN_PAGE, self._page // 2) if n_bytes > _LARGE_BYTES else min(_MAX_PAGE, 2 * self._page)
-
-
-def _without_gaps(lines: list[SentLine], ends: dict[SentLine, End]) -> dict[SentLine, End]:
-    """The ends before the first line that has not ended."""
-    kept = {}
-    for line in lines:
-        if line not in ends:
-            break
-        kept[line] = ends[line]
-    return kept
