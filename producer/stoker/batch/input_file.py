@@ -190,25 +190,28 @@ BLANK: Final = ""
 
 
 class SourceFile:
-    """A file whose rows are read more than once. `file` is open for reading bytes; the owner of the rows closes it."""
+    """A file whose rows are read more than once: the base of `Rows` of a file."""
 
     def __init__(self, path: Path) -> None:
         """Raises `OSError`: it cannot be read. Raises `ValueError`: it is not a regular file, and could not be read
         twice."""
-        self.file = path.open("rb")
+        self._file = path.open("rb")
         self._path = path
-        if not stat.S_ISREG(os.fstat(self.file.fileno()).st_mode):
-            self.file.close()
+        if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+            self._file.close()
             raise ValueError(f"{path} cannot be read twice; write its lines to a regular file first")
         self._stamp = self._stat()
 
-    def require_unchanged(self) -> None:
+    def close(self) -> None:
+        self._file.close()
+
+    def _require_unchanged(self) -> None:
         """Raises `InputChanged`: the file has been written since it was opened."""
         if self._stat() != self._stamp:
             raise InputChanged(f"{self._path} was changed while it was read")
 
     def _stat(self) -> tuple[int, int]:
-        found = os.fstat(self.file.fileno())
+        found = os.fstat(self._file.fileno())
         return found.st_size, found.st_mtime_ns
 
 

@@ -12,11 +12,10 @@ from pathlib import Path
 from stoker.batch.input_file import BLANK, MAX_LINE_BYTES, BadLine, SourceFile, custom_id_of
 
 
-class JsonLines:
+class JsonLines(SourceFile):
     def __init__(self, path: Path, *, max_line_bytes: int = MAX_LINE_BYTES) -> None:
         """Raises as `SourceFile`. Lines longer than `max_line_bytes` are bad ones."""
-        self._source = SourceFile(path)
-        self._file = self._source.file
+        super().__init__(path)
         self._max_line_bytes = max_line_bytes
         self._starts = array("Q")
         self._digest = hashlib.sha256()
@@ -24,9 +23,6 @@ class JsonLines:
     @property
     def digest(self) -> str:
         return self._digest.hexdigest()
-
-    def close(self) -> None:
-        self._file.close()
 
     def read_through(self) -> Iterator[str | None]:
         at = 0
@@ -41,7 +37,7 @@ class JsonLines:
                 yield custom_id_of(len(self._starts), raw) if raw.strip() else BLANK
 
     def row(self, number: int) -> bytes:
-        self._source.require_unchanged()
+        self._require_unchanged()
         self._file.seek(self._starts[number - 1])
         raw = self._file.readline(self._max_line_bytes + 1)
         if len(raw) > self._max_line_bytes:

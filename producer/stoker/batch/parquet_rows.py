@@ -27,7 +27,7 @@ _BUFFER_BYTES: Final = 2**20
 _ID: Final = "custom_id"
 
 
-class ParquetRows:
+class ParquetRows(SourceFile):
     """`schema` has the file's columns, without the other notes of its writer."""
 
     def __init__(self, path: Path, prompts: Prompts | None = None, column: str | None = None) -> None:
@@ -40,16 +40,14 @@ class ParquetRows:
             OSError: it cannot be read.
             ValueError: it is not a regular Parquet file, or lacks a column.
         """
-        self._path = path
+        super().__init__(path)
         self._prompts = prompts
-        self._source = SourceFile(path)
-        self._file = self._source.file
         try:
             self._parquet = self._opened()
             self.schema: pa.Schema = self._parquet.schema_arrow.remove_metadata()
             self._asked = self._column_of(column)
         except BaseException:
-            self._file.close()
+            self.close()
             raise
         wanted = (_ID, "method", "url", "body") if prompts is None else (_ID, self._asked)
         self._columns = [name for name in wanted if name in self.schema.names]
@@ -64,9 +62,6 @@ class ParquetRows:
     def digest(self) -> str:
         return self._digest
 
-    def close(self) -> None:
-        self._file.close()
-
     def read_through(self) -> Iterator[str | None]:
         self._file.seek(0)
         kind = [] if self._prompts is None else [self._asked, asdict(self._prompts)]
@@ -78,7 +73,7 @@ class ParquetRows:
             yield from map(_id_of, batch.column(0).to_pylist())
 
     def row(self, number: int) -> bytes:
-        self._source.require_unchanged()
+        self._require_unchanged()
         if not self._first <= number < self._first + len(self._rows):
             self._go_to(number)
         row = self._rows[number - self._first]
@@ -97,7 +92,7 @@ class ParquetRows:
         `InputChanged`; `OSError`: the file is damaged."""
         try:
             for batch in self._parquet.iter_batches(_AT_ONCE, row_groups=groups, columns=columns, use_threads=False):
-                self._source.require_unchanged()
+                self._require_unchanged()
                 yield batch
         except pa.ArrowException as error:
             raise OSError(f"{self._path} cannot be read: {error}") from None
