@@ -240,7 +240,6 @@ class InputFile:
 
     Attributes:
         rows: the source of the lines, closed with this.
-        digest: the digest of the rows.
         n_lines, n_requests: the number of lines, with and without blank ones.
     """
 
@@ -253,7 +252,6 @@ class InputFile:
         except BaseException:
             rows.close()
             raise
-        self.digest = rows.digest
         self.n_requests = self.n_lines - len(self._blank)
 
     def __enter__(self) -> Self:

@@ -135,7 +135,7 @@ def plan(connection: Redis, source: Path, lines: InputFile, options: Mapping[str
     kind: list[Any] = [name, queue, asdict(line_options)]
     if choice is not None:
         kind += [choice.models, choice.check, choice.min_trust]
-    fingerprint = fingerprint_of(lines.digest, kind)
+    fingerprint = fingerprint_of(lines.rows.digest, kind)
     batch = batch_for(name, fingerprint)
     if choice is not None:
         known = run(connection, read_record(batch))  # it continues, whoever serves the models now

@@ -63,7 +63,7 @@ def test_prompts_are_in_the_column_that_is_named_and_have_the_template_and_anoth
     digests = []
     for kind in ((Prompts("A {}."), "q"), (Prompts(), "q"), (Prompts(),), (Prompts(), "prompt")):
         with opened(tmp_path, columns, *kind) as lines:
-            digests.append(lines.digest)
+            digests.append(lines.rows.digest)
             if kind == (Prompts("A {}."), "q"):
                 assert asked(lines, 1) == ("1", "A one.")
                 with pytest.raises(BadLine, match="neither a text nor a list of messages"):
