@@ -237,9 +237,8 @@ class Waiter:
             record = yield from JobRecord.whole(job.job_id, values[job.job_id], entries[job.job_id])
             if record.has_ended:
                 ended.append(record)
-        gone = {end.job_id for end in ended}
         for job in jobs:
-            if job.job_id not in gone and entries[job.job_id]:
+            if entries[job.job_id]:
                 job.last_entry_id = entries[job.job_id][0][0].decode()
         return ended
 
