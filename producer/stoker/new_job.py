@@ -143,8 +143,7 @@ class NewJob:
         task: path of its function.
         data: the call with the request, as RQ stores it: JSON, compressed.
         queue: the queue in which it begins.
-        dependency_ids: jobs that have to end first.
-        runs_after_failures: whether these may fail.
+        options: its options.
         size_bytes: size of the request on the wire, before compression.
     """
 
@@ -155,9 +154,7 @@ class NewJob:
             (AGENT_TASK_PATH, request.action) if isinstance(request, AgentRequest) else (TASK_PATH, "generate")
         )
         self.queue = queue
-        self.dependency_ids = options.dependency_ids
-        self.runs_after_failures = options.allow_dependency_failures
-        self._ttl_s = options.ttl_s
+        self.options = options
         job = Job.create(
             self.task,
             kwargs={REQUEST_KWARG: request.as_payload()},
@@ -193,16 +190,16 @@ class NewJob:
         commands: list[Command] = []
         if deferred:
             commands.append(("ZADD", registry_key(DeferredJobRegistry, self.queue), current_timestamp(), self.job_id))
-            for dependency_id in self.dependency_ids:
+            for dependency_id in self.options.dependency_ids:
                 commands.append(("SADD", Job.dependents_key_for(dependency_id), self.job_id))
                 commands.append(("SADD", self._dependencies_key, dependency_id))
             state = {"status": JobStatus.DEFERRED.value}
         else:
             state = {"status": JobStatus.QUEUED.value, "enqueued_at": utcformat(now())}
         commands.append(("HSET", self.key, *chain.from_iterable({**self._fields, **state}.items())))
-        if self._ttl_s is not None:
+        if self.options.ttl_s is not None:
             keys = (self.key, self._dependents_key, self._dependencies_key)
-            commands += [("EXPIRE", key, self._ttl_s) for key in keys]
+            commands += [("EXPIRE", key, self.options.ttl_s) for key in keys]
         return commands
 
 

@@ -262,7 +262,7 @@ def enqueue(queue: str, jobs: list[NewJob], *, at_front: bool, ids_are_new: bool
                 raise
         except WatchError:
             races += 1
-            if races == (_TRIES_OF_A_RACE if left[0].dependency_ids else _TRIES):
+            if races == (_TRIES_OF_A_RACE if left[0].options.dependency_ids else _TRIES):
                 raise
         look_first, left = True, (yield from _without_existing(queue, left))
         if not left:
@@ -272,7 +272,7 @@ def enqueue(queue: str, jobs: list[NewJob], *, at_front: bool, ids_are_new: bool
 def _enqueued(queue: str, jobs: list[NewJob], *, at_front: bool, look_first: bool) -> Operation[bool]:
     """Try the transaction. Returns ``False`` if a job with one of these ids exists; nothing was written then."""
     keys = [job.key for job in jobs]
-    dependency_ids = list(dict.fromkeys(job_id for job in jobs for job_id in job.dependency_ids))
+    dependency_ids = list(dict.fromkeys(job_id for job in jobs for job_id in job.options.dependency_ids))
     reads: list[Command] = [("EXISTS", *keys)] if look_first else []
     reads += [("HGET", Job.key_for(job_id), "status") for job_id in dependency_ids]
 
@@ -295,9 +295,9 @@ def _enqueued(queue: str, jobs: list[NewJob], *, at_front: bool, look_first: boo
 
 def _has_to_wait(job: NewJob, states: dict[str, bytes | None]) -> bool:
     """Raises `JobNotFound`: a dependency does not exist; RQ would treat it as finished."""
-    met = {JobStatus.FINISHED.value, JobStatus.FAILED.value if job.runs_after_failures else JobStatus.FINISHED.value}
+    met = [JobStatus.FINISHED.value, *([JobStatus.FAILED.value] if job.options.allow_dependency_failures else [])]
     waits = False
-    for dependency_id in job.dependency_ids:
+    for dependency_id in job.options.dependency_ids:
         state = states[dependency_id]
         if state is None:
             raise JobNotFound(dependency_id, f"job {job.job_id} cannot wait for it: it never existed, or has expired")
