@@ -12,7 +12,7 @@ import click
 from click.decorators import FC
 
 from stoker.agents import Agents, JobsOfAgent
-from stoker.command_parts import agrees, json_option, open_producer, redis_option, show, status_text
+from stoker.command_parts import json_option, open_producer, redis_option, require_consent, show, status_text
 from stoker.producer import Producer
 from stoker.wait_line import shown_wait
 from stoker_shared.agents import AgentForgotten, AgentForked, AgentInfo, AgentResult, AgentRolledBack
@@ -95,11 +95,8 @@ def rollback(redis_url: str, /, agent_id: str, version: int | None, as_json: boo
 def forget(context: click.Context, /, agent_id: str, yes: bool, with_jobs: bool, as_json: bool, **options: Any) -> None:
     """Remove AGENT: its conversation, its results, and every block that only it used. Tells what Redis still has of it:
     its jobs of all queues, with their prompts and answers."""
-    if as_json and not yes:
-        raise click.UsageError("--json needs --yes")
-    if not (yes or agrees(f"Remove agent {agent_id!r} and its conversation for good?")):
-        click.echo("nothing was removed", err=True)
-        context.exit(1)
+    question = f"Remove agent {agent_id!r} and its conversation for good?"
+    require_consent(context, question, "nothing was removed", yes=yes, as_json=as_json)
     with open_producer(context.obj) as producer:
         # Before `forget`, so that it does not wait for them; and after it, because more jobs may have been enqueued.
         removed = producer.agents.jobs(agent_id, remove=True).removed if with_jobs else 0

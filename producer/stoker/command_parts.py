@@ -62,13 +62,18 @@ def or_usage_error(make: Callable[[], T]) -> T:
         raise click.UsageError(str(error)) from None
 
 
-def agrees(question: str) -> bool:
-    """True if the user answers yes; closed stdin and ^C count as no."""
+def require_consent(context: click.Context, question: str, otherwise: str, *, yes: bool, as_json: bool) -> None:
+    """Ask unless `yes` is given, and end the command with the text `otherwise` if the user does not agree; closed stdin
+    and ^C count as no. Raises `click.UsageError`: there is no asking beside --json."""
+    if as_json and not yes:
+        raise click.UsageError("--json needs --yes")
     try:
-        return click.confirm(question, err=True)
+        yes = yes or click.confirm(question, err=True)
     except click.Abort:
         click.echo(err=True)
-        return False
+    if not yes:
+        click.echo(otherwise, err=True)
+        context.exit(1)
 
 
 def show(as_json: bool, value: Any, text: str) -> None:

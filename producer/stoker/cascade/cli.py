@@ -5,7 +5,7 @@ from collections.abc import Callable
 import click
 
 from stoker.cascade.trust import Trusted, forget_trust, read_trust
-from stoker.command_parts import agrees, json_option, open_producer, open_server, redis_option, show, ticket_of
+from stoker.command_parts import json_option, open_producer, open_server, redis_option, require_consent, show, ticket_of
 from stoker.operations import run
 from stoker.tables import Table
 from stoker_shared.help_layout import SETTINGS, LaidOutGroup, examples, options_under
@@ -90,11 +90,8 @@ def reject(context: click.Context, job_id: str, as_json: bool) -> None:
 @click.pass_context
 def reset(context: click.Context, model: str | None, task: str | None, yes: bool, as_json: bool) -> None:
     """Forget the verdicts on MODEL, or on all models, as if they were new."""
-    if as_json and not yes:
-        raise click.UsageError("--json needs --yes")
-    if not (yes or agrees(f"Forget the verdicts {_which_ones(model, task)}?")):
-        click.echo("nothing was forgotten", err=True)
-        context.exit(1)
+    question = f"Forget the verdicts {_which_ones(model, task)}?"
+    require_consent(context, question, "nothing was forgotten", yes=yes, as_json=as_json)
     n_removed = run(open_server(context.obj), forget_trust(_filter(model, task)))
     text = f"forgot the verdicts on {n_removed} pair{'s' * (n_removed > 1)} of a model and a class"
     show(as_json, {"removed": n_removed}, text if n_removed else "there are no such verdicts")
