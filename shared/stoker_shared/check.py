@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import cache, lru_cache
-from typing import Annotated, Any, Final, NamedTuple, Self
+from typing import Annotated, Any, Final, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import SchemaError, SchemaValidator, core_schema
@@ -195,15 +195,9 @@ def _schema_fault(schema: dict[str, Any], text: str) -> str | None:
     return None if error is None else f"{error.validator!r} at {error.json_path}"
 
 
-class _Dialect(NamedTuple):
-    """`of_answers`: the class of validators for answers. `of_schemas`: the validator for schemas."""
-
-    of_answers: Any
-    of_schemas: Any
-
-
 @cache
-def _dialect() -> _Dialect:
+def _dialect() -> tuple[Any, Any]:
+    """The class of validators for answers, and the validator for schemas."""
     try:
         from jsonschema import Draft202012Validator, FormatChecker
         from jsonschema.validators import extend
@@ -228,7 +222,7 @@ def _dialect() -> _Dialect:
     ours.descend, ours.evolve = descend_in_time, evolve
     formats = FormatChecker(formats=())
     formats.checks("regex", raises=NoPattern)(_is_pattern)
-    return _Dialect(ours, ours(Draft202012Validator.META_SCHEMA, format_checker=formats))
+    return ours, ours(Draft202012Validator.META_SCHEMA, format_checker=formats)
 
 
 def _look_at_the_clock() -> None:
@@ -243,15 +237,16 @@ def _first_error(validator: Any, value: Any) -> Any:
 
 @lru_cache(maxsize=8)  # each may take 30 MB
 def _validator(schema_text: str) -> Any:
-    dialect, schema = _dialect(), json.loads(schema_text)
+    of_answers, of_schemas = _dialect()
+    schema = json.loads(schema_text)
     from referencing import Registry
     from referencing.jsonschema import DRAFT202012
 
     try:
         _require_supported(schema)
-        if (error := _first_error(dialect.of_schemas, schema)) is not None:
+        if (error := _first_error(of_schemas, schema)) is not None:
             raise InvalidRequest(f"check.json_schema: at {error.json_path}: {error.message[:_REASON_CHARACTERS]}")
-        validator = dialect.of_answers(schema, registry=Registry())
+        validator = of_answers(schema, registry=Registry())
         _require_references(DRAFT202012.create_resource(schema), validator._resolver)
     except RecursionError:
         raise InvalidRequest("check.json_schema: it is nested too deeply") from None
