@@ -56,16 +56,12 @@ class ParquetRows(SourceFile):
         self._group_firsts = list(accumulate(sizes, initial=1))
         self._ahead: Iterator[list[dict[str, Any]]] = iter(())
         self._first, self._rows = metadata.num_rows + 1, list[dict[str, Any]]()
-        self._digest = ""
-
-    @property
-    def digest(self) -> str:
-        return self._digest
+        self.digest = ""
 
     def read_through(self) -> Iterator[str | None]:
         self._file.seek(0)
         kind = [] if self._prompts is None else [self._asked, asdict(self._prompts)]
-        self._digest = fingerprint_of(hashlib.file_digest(self._file, "sha256").hexdigest(), kind)
+        self.digest = fingerprint_of(hashlib.file_digest(self._file, "sha256").hexdigest(), kind)
         if _ID not in self._columns:
             yield from map(str, range(1, self._parquet.metadata.num_rows + 1))
             return
