@@ -103,7 +103,7 @@ class Endpoint(Protocol):
 
         Args:
             results: one for each request.
-            created_s: when the answer was made, in Unix seconds.
+            created_s: the time that the answer names as its own, in Unix seconds.
             kept: `kept` of the call; empty if only the result is known.
         """
         ...

@@ -94,7 +94,8 @@ class ParquetRows(SourceFile):
             raise OSError(f"{self._path} cannot be read: {error}") from None
 
     def _line(self, custom_id: str | None, row: dict[str, Any]) -> bytes:
-        asked = _without_nulls(row[self._asked])
+        row = _without_nulls(row)
+        asked = row.get(self._asked)
         if self._prompts is not None:
             return self._prompts.line(custom_id, asked)
         body = read_json(asked.encode(), MAX_LINE_BYTES) if isinstance(asked, str) else asked

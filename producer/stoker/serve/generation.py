@@ -251,7 +251,7 @@ async def _answer(request: Request, running: RunningCall, headers: Mapping[str, 
         await asyncio.wait({ending, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not ending.done():
             return Response(status_code=CLIENT_IS_GONE)
-        body = running.endpoint.answer(ending.result(), int(time.time()), running.call.kept)
+        body = running.endpoint.answer(ending.result(), running.created_s, running.call.kept)
         return Json(body, headers=dict(headers))
     except (Exception, asyncio.CancelledError) as error:
         return failed(running.endpoint, _described(error), headers)

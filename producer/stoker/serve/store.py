@@ -96,6 +96,14 @@ class OwnedFolders(Generic[OwnedT]):
         mine = [item for item in found if item is not None and item.owner == owner]
         return sorted(mine, key=lambda item: (item.created_at, item.id), reverse=True)
 
+    def _discard(self, item_id: str) -> None:
+        """Remove the item, if it is there. Its folder is renamed first, in one step, because somebody may write into it
+        at this moment. Raises `OSError`."""
+        gone = self.folder / f".{uuid4().hex}.gone"
+        with suppress(FileNotFoundError):
+            (self.folder / item_id).rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
     @property
     def _page(self) -> str:
         return f"{self.kind}.json"
@@ -140,7 +148,8 @@ class FileStore(OwnedFolders[StoredFile]):
         return self.folder / file.id / _CONTENT
 
     def remove(self, file: StoredFile) -> None:
-        shutil.rmtree(self.folder / file.id)
+        """Raises `OSError`."""
+        self._discard(file.id)
 
 
 ENDED: Final = frozenset({"completed", "failed", "expired", "cancelled"})
@@ -298,7 +307,8 @@ class ResponseStore(OwnedFolders[StoredResponse]):
         return found
 
     def remove(self, response_id: str) -> None:
-        self._discard(self.folder / response_id)
+        with suppress(OSError):
+            self._discard(response_id)
 
     def conversation(self, owner: str, response_id: str) -> list[dict[str, Any]]:
         """All items up to the end of a response's answer, the oldest first. Raises `Failure`: the response, or one
@@ -333,11 +343,4 @@ class ResponseStore(OwnedFolders[StoredResponse]):
         made.sort()
         too_old = sum(at < time.time() - self._keep_s for at, _ in made)
         for _, path in made[: max(too_old, len(made) - self._most)]:
-            self._discard(path)
-
-    def _discard(self, path: Path) -> None:
-        """Rename the folder first, in one step, because an answer may be written into it at this moment."""
-        gone = self.folder / f".{uuid4().hex}.gone"
-        with suppress(OSError):
-            path.rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
+            self.remove(path.name)

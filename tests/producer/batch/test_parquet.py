@@ -51,11 +51,13 @@ def test_rows_of_a_batch_are_lines_whose_missing_keys_are_null(tmp_path):
 
 def test_a_body_may_be_json_text_for_the_url_of_its_row(tmp_path):
     body = json.dumps({"prompt": "one"})
-    with opened(tmp_path, {"url": ["/v1/completions"] * 2, "body": [body, "{half"]}) as lines:
+    bodies = [body, "{half", json.dumps({"messages": [{"role": "user", "content": "two"}]})]
+    with opened(tmp_path, {"url": [*["/v1/completions"] * 2, None], "body": bodies}) as lines:
         assert lines.line(1, ANY).request.prompt == "one"
         with pytest.raises(BadLine, match="line 2: 'body': ") as caught:
             lines.line(2, ANY)
         assert caught.value.custom_id == "2"
+        assert asked(lines, 3) == ("3", "two")  # a null is a missing key here as well
 
 
 def test_prompts_are_in_the_column_that_is_named_and_have_the_template_and_another_makes_another_batch(tmp_path):

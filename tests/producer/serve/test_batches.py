@@ -13,7 +13,7 @@ from stoker.batch import work
 from stoker.batch.record import BatchHeld, hold
 from stoker.serve import batch_runner
 from stoker.serve.settings import Tokens
-from stoker.serve.store import BatchStore
+from stoker.serve.store import BatchStore, FileStore
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -189,6 +189,14 @@ def test_files_are_listed_read_and_deleted_but_not_while_a_batch_reads_them(clie
     assert file.id not in {found.id for found in client.files.list()}
     with pytest.raises(openai.NotFoundError):
         client.files.retrieve(file.id)
+
+
+def test_two_deletions_of_a_file_at_the_same_moment_are_no_error(tmp_path):
+    files = FileStore(tmp_path)
+    file = files.add("owner", "name", "batch", lambda content: content.write(b"x"))
+    files.remove(file)
+    files.remove(file)
+    assert files.ids() == []
 
 
 def test_lists_have_pages(client):

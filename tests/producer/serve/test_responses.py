@@ -7,7 +7,9 @@ import time
 import typing
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -236,12 +238,14 @@ def test_a_streamed_response_is_stored_too_with_its_calls(client, hand):
     assert client.responses.retrieve(first.id).output == first.output
 
 
-def test_a_stored_response_is_read_listed_and_deleted_by_its_owner_alone(serve, tmp_path):
+def test_a_stored_response_is_read_listed_and_deleted_by_its_owner_alone(serve, tmp_path, monkeypatch):
     tokens = Tokens([("ann", "a" * 16), ("bob", "b" * 16)])
     serving = serve(batch_store=tmp_path, tokens=tokens)
     ann, bob = serving.client("a" * 16), serving.client("b" * 16)
+    monkeypatch.setattr(generation, "time", SimpleNamespace(time=count(1000, 10).__next__))  # while the job runs, too
     made = ann.responses.create(model="m", input="say x")
-    assert ann.responses.retrieve(made.id).output_text == "x"
+    assert made.output_text == "x"
+    assert ann.responses.retrieve(made.id) == made
     assert [item.content[0].text for item in ann.responses.input_items.list(made.id)] == ["say x"]
     for refused in (
         lambda: bob.responses.retrieve(made.id),
