@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import Any, Final
 
 from stoker.api.deltas import Delta, Deltas, content_of
-from stoker.api.endpoint import ApiCall, Endpoint, EventWriter, event, take_flag
+from stoker.api.endpoint import ApiCall, Endpoint, EventWriter, event, own_fields, take_flag
 from stoker.api.failure import Failure, FieldRefused
 from stoker.api.fields import (
     BodyOptions,
@@ -182,13 +182,10 @@ class Completions(Endpoint):
             "system_fingerprint": _FINGERPRINT,
             "choices": [_choice(index, choice, is_raw=self.is_raw) for index, choice in enumerate(choices)],
             "usage": _usage_of(results),
+            **own_fields(first),
         }
         if first.prompt_logprobs is not None and first.prompt is None:
             body["prompt_logprobs"] = first.prompt_logprobs.model_dump(mode="json")
-        if first.task is not None:
-            body["task"] = first.task
-        if first.attempts is not None:
-            body["attempts"] = [attempt.model_dump(mode="json") for attempt in first.attempts]
         return body
 
     def events(self, job_id: str, call: ApiCall, created_s: int) -> "Chunks":

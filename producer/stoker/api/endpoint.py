@@ -117,6 +117,12 @@ class Endpoint(Protocol):
         return failure.body
 
 
+def own_fields(result: GenerationResult) -> dict[str, Any]:
+    """The fields of an answer that are stoker's own: `task` and `attempts`, where the result has them."""
+    fields = result.model_dump(mode="json", include={"task", "attempts"})
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 def event(value: Mapping[str, Any], name: str | None = None) -> bytes:
     """One event, in ASCII: many clients take an unescaped separator such as U+2028 for the end of a line."""
     head = "" if name is None else f"event: {name}\n"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from stoker.api.deltas import Delta, Deltas
-from stoker.api.endpoint import ApiCall, Endpoint, EventWriter, event, take_flag
+from stoker.api.endpoint import ApiCall, Endpoint, EventWriter, event, own_fields, take_flag
 from stoker.api.failure import Failure, FieldRefused
 from stoker.api.fields import (
     BodyOptions,
@@ -257,6 +257,7 @@ class Responses(Endpoint):
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": list(_output(result.job_id, result)),
             "usage": _usage(result),
+            **own_fields(result),
         }
 
     def events(self, job_id: str, call: ApiCall, created_s: int) -> "ResponseEvents":

@@ -5,6 +5,7 @@ from tests.producer.played_worker import result_fields
 
 from stoker.api.chat import CHAT_URL, TEXT_URL
 from stoker.api.endpoints import ENDPOINTS
+from stoker.api.responses import URL as RESPONSES_URL
 from stoker_shared.result import GenerationResult
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -45,6 +46,14 @@ def test_every_choice_has_its_index_and_the_counts_are_those_of_all():
         assert found == [(0, "a", "stop"), (1, "b", "length")]
         assert made["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
         assert made["usage"]["total_tokens"] == 17
+
+
+def test_the_task_and_the_models_that_were_tried_are_in_the_body_of_each_endpoint_that_a_batch_may_have():
+    tried = [{"model": "small", "accepted": False, "reason": "regex: not found"}]
+    for url in (CHAT_URL, TEXT_URL, RESPONSES_URL):
+        made = body(url, task="t", attempts=tried)
+        assert (made["task"], [attempt["model"] for attempt in made["attempts"]]) == ("t", ["small"])
+        assert not {"task", "attempts"} & set(body(url))
 
 
 def test_a_scored_prompt_is_in_the_body():
