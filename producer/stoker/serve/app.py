@@ -21,7 +21,6 @@ from stoker.api.endpoints import ENDPOINTS
 from stoker.api.failure import Failure
 from stoker.api.responses import RESPONSES
 from stoker.connection import open_connection
-from stoker.operations import ask
 from stoker.serve import batches, files, stored_responses
 from stoker.serve.backend import Backend, wrong_model
 from stoker.serve.batch_runner import BatchRunner
@@ -146,7 +145,7 @@ async def _root(request: Request) -> Response:
 async def _healthz(request: Request) -> Response:
     """200 while Redis answers, else 503; workers do not matter."""
     try:
-        await request.app.state.backend.run(ask("PING"))
+        await request.app.state.backend.producer.ping()
     except RedisUnavailable as error:
         return failed(None, Failure(503, str(error), code="queue_unavailable", retryable=True))
     return Json({"status": "ok"})

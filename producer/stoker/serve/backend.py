@@ -15,7 +15,8 @@ from stoker.api.failure import Failure
 from stoker.connection import open_async_connection
 from stoker.new_job import NewJob
 from stoker.operations import Commands, Operation, T, ask
-from stoker.presence import LiveWorker, live_workers, still_loading, unattended
+from stoker.presence import LiveWorker, still_loading
+from stoker.producer import AsyncProducer
 from stoker.serve.intake import CallHead, CallJobs, call_jobs
 from stoker.serve.settings import ServeSettings
 from stoker.submitting import enqueue
@@ -35,6 +36,7 @@ class Backend:
     """For one event loop.
 
     Attributes:
+        producer: reads the workers.
         live: one place for each text that is read as it is generated; each needs a connection to Redis.
         calls: the tasks that have a job. When they are canceled at a stop, `aclose` lets them end.
     """
@@ -49,6 +51,7 @@ class Backend:
         self._shared = SharedConnection(self._connection)
         self._workers: list[LiveWorker] = []
         self._look_at = float("-inf")
+        self.producer = AsyncProducer(self._connection, queue=settings.queue)
 
     async def run(self, operation: Operation[T]) -> T:
         return await self._shared.run(operation)
@@ -57,6 +60,7 @@ class Backend:
         if self.calls:
             await asyncio.wait(self.calls, timeout=_END_S)
         self._readers.shutdown(cancel_futures=True)
+        await self.producer.aclose()
         await self._shared.aclose()
         await self._connection.aclose()
 
@@ -98,7 +102,7 @@ class Backend:
     async def workers(self) -> list[LiveWorker]:
         """The workers of the queue, as they were a moment ago."""
         if time.monotonic() >= self._look_at:
-            found = await self.run(live_workers())
+            found = await self.producer.workers()
             self._workers = [worker for worker in found if self.settings.queue in worker.queues]
             is_ready = any(worker.model is not None for worker in self._workers)
             self._look_at = time.monotonic() + (_READY_LOOK_S if is_ready else _LOOK_S)
@@ -106,7 +110,7 @@ class Backend:
 
     async def _problem(self) -> tuple[str, str] | None:
         """Why no worker can run a call now, with a code; a worker without a record counts as ready."""
-        if warning := await self.run(unattended(self.settings.queue)):
+        if warning := await self.producer.unattended():
             return "no_worker", warning
         if message := still_loading(self.settings.queue, await self.workers()):
             return "model_loading", message
