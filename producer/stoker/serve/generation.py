@@ -48,7 +48,8 @@ class RunningCall:
 
     Attributes:
         tickets: the jobs; one for each prompt.
-        created_s: when the jobs were enqueued, in Unix seconds.
+        created_s: the time that the answer names, in Unix seconds: that of enqueueing, and without events that of the
+            results.
     """
 
     def __init__(self, app: State, call: ApiCall, endpoint: Endpoint, owner: str, place: str) -> None:
@@ -96,6 +97,8 @@ class RunningCall:
         timeout_s = self._backend.settings.timeout_s
         results = await asyncio.gather(*(ticket.result(timeout_s) for ticket in self.tickets))
         self._must_cancel = False
+        if not self.call.is_streamed:
+            self.created_s = int(time.time())
         if self._store is not None and not self.call.is_background:
             answer = self.endpoint.answer(results, self.created_s, self.call.kept)
             try:

@@ -102,7 +102,7 @@ class OwnedFolders(Generic[OwnedT]):
         gone = self.folder / f".{uuid4().hex}.gone"
         with suppress(FileNotFoundError):
             (self.folder / item_id).rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+            shutil.rmtree(gone)
 
     @property
     def _page(self) -> str:
@@ -285,13 +285,15 @@ class ResponseStore(OwnedFolders[StoredResponse]):
     def add(self, response: StoredResponse) -> bool:
         """Returns ``False`` if there is one with this id, made by a call with the same key. Raises `OSError`: it could
         not be written, and does not exist."""
+        if self.read(response.id) is not None:
+            return False
         try:
             with self.new(response.id) as draft:
                 self.write_page(draft, response)
         except OSError:
             if self.read(response.id) is None:
                 raise
-            return False
+            return False  # another call has made it since
         return True
 
     def set_answer(self, response_id: str, answer: dict[str, Any]) -> None:
