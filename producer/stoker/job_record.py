@@ -7,6 +7,7 @@ megabytes), and works for jobs of any client in any language.
 import json
 from base64 import b64decode
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -164,8 +165,10 @@ class JobRecord:
 
     def reason(self) -> str:
         """The failure's last line: stoker's workers write only one, and RQ's end a traceback with the reason."""
-        fields = self._newest(*_FAILURE)
-        text = _failure_text(b64decode(fields[b"exc_string"])) if fields and b"exc_string" in fields else ""
+        fields = self._newest(*_FAILURE) or {}
+        text = ""
+        with suppress(ValueError):  # not base64
+            text = _failure_text(b64decode(fields.get(b"exc_string", b"")))
         lines = [line.strip() for line in (text or _failure_text(self._exc_info)).splitlines() if line.strip()]
         return lines[-1][:_MAX_REASON_CHARACTERS] if lines else "the worker gave no reason"
 

@@ -54,6 +54,16 @@ def test_a_failed_job_raises_the_workers_own_line(end_of, ticket, worker, writte
     assert error.partial_text == "so far"
 
 
+def test_a_failure_that_is_not_base64_is_a_failed_job(ticket, worker, connection):
+    worker.fail(ticket.job_id, "E: x")
+    stream = f"rq:results:{ticket.job_id}"
+    [(entry_id, fields)] = connection.xrange(stream)
+    connection.delete(stream)
+    connection.xadd(stream, fields | {b"exc_string": b"abc"}, entry_id)
+    with pytest.raises(JobFailed, match="gave no reason"):
+        ticket.result()
+
+
 def test_meta_written_by_other_clients_does_no_harm(producer, ticket, worker, connection):
     worker.fail(ticket.job_id, "E: x")
     for meta in (b"\x80\x04\x95", b"[]", b'{"partial": 3}', b"nonsense"):
