@@ -38,6 +38,8 @@ class Owned:
 
 
 OwnedT = TypeVar("OwnedT", bound=Owned)
+_REMAINS_S: Final = 86_400
+"""An older hidden folder is what a killed process left."""
 
 
 class OwnedFolders(Generic[OwnedT]):
@@ -59,6 +61,10 @@ class OwnedFolders(Generic[OwnedT]):
         """Raises `OSError`: the folder cannot be made."""
         self.folder = store / self.place
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for path in self.folder.glob(".*"):  # drafts and discarded folders; another process may still be at a new one
+            with suppress(FileNotFoundError):
+                if path.stat().st_mtime < time.time() - _REMAINS_S:
+                    shutil.rmtree(path, ignore_errors=True)
 
     @contextmanager
     def new(self, item_id: str) -> Iterator[Path]:

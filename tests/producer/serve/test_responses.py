@@ -29,7 +29,7 @@ from stoker.api.responses import RULES, URL, messages_of
 from stoker.serve import generation
 from stoker.serve.intake import CallHead, call_jobs
 from stoker.serve.settings import ANYBODY, ServeSettings, Tokens
-from stoker.serve.store import ResponseStore, StoredResponse
+from stoker.serve.store import FileStore, ResponseStore, StoredResponse
 from stoker_shared.answer_parts import Edge, Markers
 
 TOOL: Any = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}, "strict": False}
@@ -292,6 +292,14 @@ def test_what_a_crash_left_of_a_response_goes_and_what_goes_during_a_sweep_is_no
     store.sweep()
     monkeypatch.undo()
     assert [path.name for path in store.folder.iterdir()] == ["resp_1"]
+
+
+def test_the_next_start_removes_what_a_killed_process_left(tmp_path):
+    old, new = (tmp_path / "files" / name for name in (".0.gone", ".file-1.0.draft"))
+    for path in (old, new):
+        path.mkdir(parents=True)
+    os.utime(old, (0, 0))
+    assert list(FileStore(tmp_path).folder.iterdir()) == [new]
 
 
 def add_some(store, n):
