@@ -250,6 +250,13 @@ def test_a_manager_that_is_missing_or_refuses_is_quoted(managed, monkeypatch, tr
         assert len(refused.output.splitlines()) == 1
 
 
+@BOTH
+def test_install_warns_of_a_key_that_expires(managed, monkeypatch):
+    assert "AWS" not in managed.install().output
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "t")
+    assert "AWS_SESSION_TOKEN will expire" in managed.install().output
+
+
 @MAC
 def test_a_service_that_launchd_does_not_end_is_named_and_stays_installed(managed, monkeypatch):
     monkeypatch.setattr("stoker_worker.service._MARGIN_S", 0.3)

@@ -59,6 +59,8 @@ def install(context: click.Context, /, *, name: str, only_print: bool, run_optio
             click.echo(manager.text(unit), nl=False)
         else:
             manager.install(unit, click.echo)
+            if "AWS_SESSION_TOKEN" in unit.environment:
+                click.echo("AWS_SESSION_TOKEN will expire, and the service with it: use a key that lasts", err=True)
 
 
 @service.command()
