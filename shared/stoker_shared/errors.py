@@ -1,6 +1,6 @@
 """The tree of errors under `StokerError`: those of failed jobs, and those that cross from one package into another.
 
-Errors of one package alone (`BatchGone`, `CallbacksNotLoadable`, `BatchHeld`) are subclasses defined there.
+Errors of one package alone (`BatchGone`, `BatchHeld`) are subclasses defined there.
 """
 
 from typing import Any
