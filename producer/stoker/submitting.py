@@ -131,8 +131,6 @@ def submit_many(
 ) -> Operation[list[Submitted]]:
     """Enqueue many jobs, in the order of `requests`; `given` has the fields of `ManyFields`. Raises as
     `Producer.submit_many`, with redis-py's errors in place of `RedisUnavailable`."""
-    if "at_front" in given:
-        raise TypeError("submit_many() has no option 'at_front'")
     options = JobOptions(**{name: value for name, value in given.items() if name not in _ROUTING})
     if job_ids is not None:
         requests = list(requests)

@@ -99,8 +99,6 @@ def test_many_jobs_are_enqueued_in_order(producer, connection, monkeypatch):
     assert [request_of(connection, t.job_id)["prompt"] for t in tickets] == [f"p{i}" for i in range(10)]
     assert connection.lrange("rq:queue:bulk", 0, -1) == [t.job_id.encode() for t in tickets]
     assert fetch(connection, tickets[0].job_id).result_ttl == 5
-    with pytest.raises(TypeError, match="at_front"):  # which order would it be?
-        producer.submit_many(requests, **{"at_front": True})
 
 
 def test_a_generators_requests_are_enqueued_as_they_come_and_never_held_all_at_once(producer, connection):
