@@ -34,6 +34,7 @@ case "$*" in
     *" show "*) [ ! -e no-session ] || { echo "Failed to connect to bus" >&2; exit 1; } ;;
     *is-active*) [ -e loaded ] || exit 3 ;;
     *restart*|*" start "*) touch loaded ;;
+    *" stop "*) rm -f loaded ;;
     *disable*) rm -f loaded ;;
 esac
 """
@@ -268,6 +269,36 @@ def test_a_service_that_launchd_does_not_end_is_named_and_stays_installed(manage
     assert refused.exit_code == 1
     assert "launchd does not end stoker-worker: see launchctl print gui/" in refused.output
     assert files(managed) == [file]
+
+
+@MAC
+def test_an_install_that_ended_while_the_worker_stopped_can_be_repeated(managed, monkeypatch):
+    """The worker must not go on with its old options."""
+    monkeypatch.setattr("stoker_worker.service._MARGIN_S", 0.3)
+    managed.install()
+    [file] = files(managed)
+    file.write_bytes(plistlib.dumps(plistlib.loads(file.read_bytes()) | {"ExitTimeOut": 0}))
+    (managed.state / "stuck").touch()
+    assert managed.install("--max-batch", "3").exit_code == 1
+    (managed.state / "stuck").unlink()
+    managed.calls()
+    assert managed.install("--max-batch", "3").exit_code == 0
+    assert [call.split()[0] for call in managed.calls()] == ["bootout", "bootstrap"]
+    assert "--max-batch" in file.read_text()
+
+
+@LINUX
+def test_on_linux_a_worker_stops_before_its_unit_changes(managed):
+    """After the reload, systemd would kill it after the new unit's time, and its own grace may be longer."""
+    managed.install()
+    managed.calls()
+    (managed.state / "broken").touch()
+    assert managed.install("--grace-s", "1").exit_code == 1
+    calls = [call.split()[1] for call in managed.calls()]
+    assert calls.index("stop") < calls.index("daemon-reload")
+    (managed.state / "broken").unlink()
+    assert managed.install("--grace-s", "1").exit_code == 0
+    assert managed.is_loaded()
 
 
 @MAC

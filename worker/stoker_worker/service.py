@@ -99,13 +99,16 @@ def called_well(*command: str) -> None:
         raise ServiceRefused(f"{' '.join(command)}: {said[-1] if said else f'exit code {done.returncode}'}")
 
 
-def _write_if_other(path: Path, text: str) -> bool:
-    """Write a file, readable only by its owner because variables may have passwords; ``False``: it was so already."""
-    if path.exists() and path.read_text(encoding="utf-8") == text:
-        return False
+def _is_other(path: Path, text: str) -> bool:
+    """True if there is no such file, or one with another text."""
+    return not path.exists() or path.read_bytes() != text.encode()
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file, readable only by its owner because variables may have passwords. Only after a service that runs
+    with another file has stopped: if `install` is interrupted before, the next one still finds the difference."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, text.encode())
-    return True
 
 
 # --- a Mac ---
@@ -146,17 +149,18 @@ class Launchd:
         return plistlib.dumps(agent, sort_keys=False).decode()
 
     def install(self, unit: ServiceUnit, say: Say) -> None:
-        """Write the file and start the service; restart it if it runs with another file."""
+        """Write the file and start the service; stop it first if it runs with another file."""
         self._require()
-        path, is_loaded = self.path(unit.name), self._is_loaded(unit.name)
+        path, text, is_loaded = self.path(unit.name), self.text(unit), self._is_loaded(unit.name)
         self._logs.mkdir(parents=True, exist_ok=True)  # else launchd makes it, as root
-        stop_timeout_s = self._stop_timeout_s(unit.name)
-        changed = _write_if_other(path, self.text(unit))
-        say(f"{'wrote' if changed else 'unchanged:'} {path}")
-        if changed and is_loaded:
+        is_other = _is_other(path, text)
+        if is_other and is_loaded:
             say("it runs: it stops first, once its running jobs have ended")
-            self._unload(unit.name, stop_timeout_s)
-        if changed or not is_loaded:
+            self._unload(unit.name, self._stop_timeout_s(unit.name))
+        if is_other:
+            _write(path, text)
+        say(f"{'wrote' if is_other else 'unchanged:'} {path}")
+        if is_other or not is_loaded:
             called_well("launchctl", "bootstrap", self._session, str(path))
         else:  # it may have ended well, and then starts only if told to
             called_well("launchctl", "kickstart", self._target(unit.name))
@@ -263,14 +267,17 @@ class Systemd:
 
     def install(self, unit: ServiceUnit, say: Say) -> None:
         self._require()
-        path = self.path(unit.name)
-        changed = _write_if_other(path, self.text(unit))
-        say(f"{'wrote' if changed else 'unchanged:'} {path}")
+        path, text = self.path(unit.name), self.text(unit)
+        is_other = _is_other(path, text)
+        if is_other and called(*_SYSTEMCTL, "--quiet", "is-active", path.name).returncode == 0:
+            say("it runs: it stops first, once its running jobs have ended")
+            called_well(*_SYSTEMCTL, "stop", path.name)  # before the reload, which gives it the new TimeoutStopSec
+        if is_other:
+            _write(path, text)
+        say(f"{'wrote' if is_other else 'unchanged:'} {path}")
         called_well(*_SYSTEMCTL, "daemon-reload")
         called_well(*_SYSTEMCTL, "--quiet", "enable", path.name)
-        if changed and called(*_SYSTEMCTL, "--quiet", "is-active", path.name).returncode == 0:
-            say("it runs: it stops first, once its running jobs have ended")
-        called_well(*_SYSTEMCTL, "restart" if changed else "start", path.name)
+        called_well(*_SYSTEMCTL, "restart" if is_other else "start", path.name)
         say(f"{unit.name} is started, and will be at each login")
         if not (_LINGER / getpass.getuser()).exists():
             say("to start it at boot, and keep it after you log out: loginctl enable-linger")
