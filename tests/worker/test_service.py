@@ -21,12 +21,13 @@ case "$1 $2" in
         [ -e loaded ] && printf '\\tstate = running\\n\\tpid = 7\\n\\t\\tstate = inner\\n' ;;
     "print "*) [ ! -e no-session ] ;;
     bootout*) [ -e stuck ] || touch leaving ;;
+    kickstart*) [ ! -e loaded ] || exit 37 ;;
 esac
 result=$?
 if [ -e leaving ] && [ "$1" = print ]; then rm -f leaving loaded; fi
 exit $result
 """
-"""After `bootout`, an agent is gone at the second look only."""
+"""After `bootout`, an agent is gone at the second look only. `kickstart` fails, without a word, for one that runs."""
 
 SYSTEMCTL = """
 case "$*" in

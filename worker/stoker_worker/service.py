@@ -91,10 +91,10 @@ def called(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def called_well(*command: str) -> None:
-    """Raises `ServiceRefused`, with the command's last line, if it failed."""
+def called_well(*command: str, or_code: int = 0) -> None:
+    """Raises `ServiceRefused`, with the command's last line, if it failed. `or_code`: another exit code that is well."""
     done = called(*command)
-    if done.returncode != 0:
+    if done.returncode not in (0, or_code):
         said = (done.stderr or done.stdout).strip().splitlines()
         raise ServiceRefused(f"{' '.join(command)}: {said[-1] if said else f'exit code {done.returncode}'}")
 
@@ -115,6 +115,8 @@ def _write(path: Path, text: str) -> None:
 
 _POLL_S: Final = 0.2
 _MARGIN_S: Final = 10.0
+_RUNS_ALREADY: Final = 37
+"""The exit code of `launchctl kickstart` for an agent that runs: macOS' EALREADY."""
 
 
 class Launchd:
@@ -163,7 +165,7 @@ class Launchd:
         if is_other or not is_loaded:
             called_well("launchctl", "bootstrap", self._session, str(path))
         else:  # it may have ended well, and then starts only if told to
-            called_well("launchctl", "kickstart", self._target(unit.name))
+            called_well("launchctl", "kickstart", self._target(unit.name), or_code=_RUNS_ALREADY)
         say(f"{unit.name} is started, and will be at each login")
 
     def uninstall(self, name: str, say: Say) -> None:
