@@ -16,7 +16,7 @@ from stoker_worker.service import Launchd, ServiceUnit, Systemd, worker_unit
 
 LAUNCHCTL = """
 case "$1 $2" in
-    bootstrap*) [ ! -e broken ] || { echo "it is broken" >&2; exit 5; }; touch loaded ;;
+    bootstrap*) [ ! -e broken ] || { printf 'it is broken\\nTry it as root.\\n' >&2; exit 5; }; touch loaded ;;
     "print gui/"*/*|"print system/"*)
         [ -e loaded ] && printf '\\tstate = running\\n\\tpid = 7\\n\\t\\tstate = inner\\n' ;;
     "print "*) [ ! -e no-session ] ;;

@@ -92,11 +92,12 @@ def called(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def called_well(*command: str, or_code: int = 0) -> None:
-    """Raises `ServiceRefused`, with the command's last line, if it failed. `or_code`: another exit code that is well."""
+    """Raises `ServiceRefused`, with the command's output, if it failed. `or_code`: another exit code that is well."""
     done = called(*command)
     if done.returncode not in (0, or_code):
-        said = (done.stderr or done.stdout).strip().splitlines()
-        raise ServiceRefused(f"{' '.join(command)}: {said[-1] if said else f'exit code {done.returncode}'}")
+        # launchctl's last line only advises to become root, which is wrong for an agent.
+        said = "; ".join((done.stderr or done.stdout).strip().splitlines())
+        raise ServiceRefused(f"{' '.join(command)}: {said or f'exit code {done.returncode}'}")
 
 
 def _is_other(path: Path, text: str) -> bool:
