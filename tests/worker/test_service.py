@@ -259,6 +259,16 @@ def test_install_warns_of_a_key_that_expires(managed, monkeypatch):
     assert "AWS_SESSION_TOKEN will expire" in managed.install().output
 
 
+@BOTH
+def test_a_folder_that_cannot_be_written_is_named(managed):
+    for name in ("Library", ".config"):
+        (managed.home / name).write_text("a file")
+    refused = managed.install()
+    assert refused.exit_code == 1
+    assert "ServiceRefused: " in refused.output.splitlines()[-1]
+    assert str(managed.home) in refused.output
+
+
 @MAC
 def test_a_service_that_launchd_does_not_end_is_named_and_stays_installed(managed, monkeypatch):
     monkeypatch.setattr("stoker_worker.service._MARGIN_S", 0.3)

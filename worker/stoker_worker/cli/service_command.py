@@ -2,6 +2,8 @@
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import click
 
@@ -14,6 +16,18 @@ def _checked_name(context: click.Context, parameter: click.Parameter, name: str)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
         raise click.BadParameter("must be letters, digits, - _ .")
     return name
+
+
+@contextmanager
+def _refused_in_one_line() -> Iterator[None]:
+    """As `errors_in_one_line`, also for a folder that cannot be written: some installers make LaunchAgents as root."""
+    from stoker_worker.service import ServiceRefused
+
+    with errors_in_one_line():
+        try:
+            yield
+        except OSError as error:
+            raise ServiceRefused(str(error)) from error
 
 
 _name = click.option(
@@ -51,7 +65,7 @@ def install(context: click.Context, /, *, name: str, only_print: bool, run_optio
 
     group = context.find_root().command
     assert isinstance(group, click.Group)
-    with errors_in_one_line():
+    with _refused_in_one_line():
         with group.commands["run"].make_context("run", list(run_options)) as run_context:
             settings = settings_from(run_context.params)
         manager, unit = manager_here(), worker_unit(name, run_options, grace_s=settings.grace_s)
@@ -70,7 +84,7 @@ def uninstall(name: str) -> None:
     from stoker_worker.service import manager_here
 
     manager = manager_here()
-    with errors_in_one_line():
+    with _refused_in_one_line():
         if manager.path(name).exists():
             manager.uninstall(name, click.echo)
         else:
