@@ -126,6 +126,14 @@ def test_a_server_whose_starter_was_killed_is_adopted_and_then_stopped(folder, k
         socket.create_connection(("127.0.0.1", int(killed_starter.rsplit(":", 1)[1])))
 
 
+def test_a_folder_may_be_spelt_as_its_file_system_does_not_spell_it(folder, monkeypatch):
+    """As a Mac allows with capitals: there, `resolve` keeps the spelling."""
+    (folder.parent / "other").mkdir()
+    monkeypatch.setattr(Path, "resolve", lambda path, strict=False: path)
+    with EmbeddedServer(folder.parent / "other" / ".." / folder.name) as server:
+        set_key(server.url)
+
+
 def test_a_server_whose_starter_lives_is_used_and_not_stopped(folder):
     with EmbeddedServer(folder) as first:
         with EmbeddedServer(folder) as second:

@@ -258,7 +258,10 @@ class EmbeddedServer:
     def _is_ours(self, client: Redis) -> bool:
         client.ping()
         served = client.config_get("dir").get("dir")
-        return Path(served or "").resolve() == self._folder
+        try:  # not by its name: a Mac knows one folder by several spellings, with other capitals for instance
+            return bool(served) and Path(served).samefile(self._folder)
+        except OSError:  # a folder that is not on this machine, or of another user
+            return False
 
     def _wait_until_gone(self) -> None:
         deadline = time.monotonic() + _STOP_S
