@@ -162,6 +162,17 @@ def test_the_first_port_is_used_if_it_is_free(folder, tmp_path):
         assert third.url.endswith(f"@127.0.0.1:{port}")
 
 
+def test_a_port_that_another_server_has_on_all_addresses_is_not_free(monkeypatch):
+    """On a Mac, SO_REUSEADDR lets a second server have it on loopback, as SO_REUSEPORT does here."""
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        monkeypatch.setattr(socket, "SO_REUSEADDR", socket.SO_REUSEPORT)
+        assert server_program._free_port(port) != port
+
+
 def test_a_server_that_cannot_start_says_so_with_the_last_line_of_its_log(folder):
     with EmbeddedServer(folder) as server:
         set_key(server.url)

@@ -319,9 +319,17 @@ def _free_port(preferred: int | None) -> int:
     """`preferred` if it is free, else any free port."""
     for wanted in (preferred, 0):
         with socket.socket() as probe, suppress(OSError):
-            if wanted is not None:
+            if wanted is not None and not _is_listened_on(wanted):
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that a server just left is free
                 probe.bind((HOST, wanted))
                 port: int = probe.getsockname()[1]
                 return port
     raise RedisUnavailable(f"no free port on {HOST}")
+
+
+def _is_listened_on(port: int) -> bool:
+    """`bind` alone does not tell: on a Mac it also succeeds beside a server that listens on all addresses, as those of
+    containers do, and takes its clients away."""
+    with suppress(OSError), socket.create_connection((HOST, port), timeout=1):
+        return True
+    return False
