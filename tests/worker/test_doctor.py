@@ -44,7 +44,7 @@ def test_a_check_that_raises_is_a_failure_of_one_line(monkeypatch: pytest.Monkey
     ("line", "status"),
     [
         (" sleep                1", Status.WARN),
-        (" sleep                10 (sleep prevented by caffeinate)", Status.OK),
+        (" sleep                10 (sleep prevented by powerd, caffeinate)", Status.WARN),
         (" sleep                0", Status.OK),
     ],
 )

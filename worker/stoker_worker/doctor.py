@@ -165,9 +165,10 @@ def sleep_in(pmset: str) -> Finding:
         return warn("pmset names no sleep setting", _ADVICE_SLEEP)
     if int(found[1]) == 0:
         return ok("this Mac does not sleep")
-    if "prevented" in found[2]:
-        return ok(f"this Mac does not sleep now: {found[2].strip(' ()')}")
-    return warn(f"this Mac sleeps after {found[1]} minutes without use", _ADVICE_SLEEP)
+    # Something may prevent it just now: while the display is on, macOS itself does.
+    now = found[2].strip(" ()")
+    line = f"this Mac sleeps after {found[1]} minutes without use"
+    return warn(f"{line}; now: {now}" if now else line, _ADVICE_SLEEP)
 
 
 def blas() -> Finding:
