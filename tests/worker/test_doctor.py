@@ -12,7 +12,7 @@ from redis import Redis
 from tests.support.server_fixture import connection  # noqa: F401
 from tests.worker.models.tiny_gguf import metadata, random_weights, write_gguf
 
-from stoker_shared.errors import ModelNotLoadable
+from stoker_shared.errors import ModelNotLoadable, StoreUnusable
 from stoker_worker import doctor
 from stoker_worker.doctor import Check, Finding, Status
 from stoker_worker.engine.scripted import ScriptedProvider
@@ -138,6 +138,16 @@ def test_caches_without_a_database_are_a_fault(tmp_path: Path) -> None:
     (tmp_path / "blocks" / "x").mkdir(parents=True)
     assert doctor.store_format(tmp_path).status is Status.FAIL
     assert doctor.store_format(tmp_path / "none").status is Status.OK
+
+
+def test_a_database_that_is_missing_is_a_fault_also_without_caches(tmp_path: Path) -> None:
+    with closing(AgentCacheStore(tmp_path)) as store:
+        store.parts.database.commit(lambda connection: None)
+    for path in tmp_path.glob(f"{NAME}*"):
+        path.unlink()
+    assert doctor.store_format(tmp_path).status is Status.FAIL
+    with pytest.raises(StoreUnusable):
+        AgentCacheStore(tmp_path)
 
 
 def test_a_store_that_the_worker_would_refuse_is_found(tmp_path: Path) -> None:

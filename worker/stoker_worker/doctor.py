@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Final
 from stoker_shared.errors import ModelNotLoadable, RedisUnavailable, StoreUnusable
 from stoker_shared.text import mask_url, one_line
 from stoker_worker.engine.kv_memory import KVCost
+from stoker_worker.memory.database import Witness
 from stoker_worker.memory.database_file import FORMAT, HOW_TO_GO_ON, check_database, has_database, refused_if_damaged
 from stoker_worker.memory.replica.bucket import Bucket, BucketAway, check_creates_once
 from stoker_worker.models.blas import advice_without_blas, preload_blas
@@ -308,8 +309,8 @@ def store_disk(folder: Path) -> Finding:
 def store_format(folder: Path) -> Finding:
     try:
         if not has_database(folder):
-            if any(folder.glob("blocks/*")) or any(folder.glob("pieces/*")):
-                raise StoreUnusable(f"there are caches at {folder}, and no database; {HOW_TO_GO_ON}")
+            if any(folder.glob("blocks/*")) or any(folder.glob("pieces/*")) or Witness(folder).path.exists():
+                raise StoreUnusable(f"the database of the store at {folder} is missing; {HOW_TO_GO_ON}")
             return ok("no store there yet")
         with refused_if_damaged(folder):
             check_database(folder)
