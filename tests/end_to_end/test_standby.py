@@ -6,6 +6,7 @@ import time
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from tests.support.lossy_proxy import LossyProxy
+from tests.support.server_fixture import require_server_program
 from tests.support.wait import wait_for
 from tests.support.worker_process import SHORT, running_worker
 from tests.worker.queue.looking import LEASE
@@ -42,6 +43,21 @@ def test_a_standby_takes_over_after_redis_was_in_trouble_at_its_first_try(server
             server.start() if trouble == "away" else connection.config_set("maxmemory", 0)
             assert finished_by_the_standby(server, standby).finish_reason == "length"
             assert standby.log.count("standing by: Redis ") <= 2  # logged once, not at each try
+
+
+def test_a_standby_has_an_embedded_server_after_that_of_its_predecessor_ended(tmp_path):
+    require_server_program()
+    store, env = tmp_path / "store", {**SHORT, "HOME": str(tmp_path)}
+    with running_worker("embedded", store, env=env) as first:
+        first.wait_until_ready()
+        with running_worker("embedded", store, "--standby", log_name="standby.log", env=env) as standby:
+            standby.wait_for(lambda: "standing by" in standby.log)
+            first.signal(signal.SIGTERM)
+            assert first.wait() == 0
+            standby.wait_until_ready()
+            with Producer((tmp_path / ".stoker" / "redis.url").read_text().splitlines()[0]) as producer:
+                ticket = producer.submit(agent_id="a", prompt="x", max_tokens=3)
+                standby.wait_for(lambda: ticket.status().state == "finished")
 
 
 def test_a_standby_that_starts_while_redis_is_away_waits_for_it(server, tmp_path):

@@ -9,7 +9,7 @@ REFUSED = [
     (["--model", "/no/such/model"], "ModelNotLoadable: there is no model folder"),
     (["--model", "./model.gguf"], "model.gguf is a GGUF file: run `stoker-worker model import"),
     (["--model", ".", "--adapter", "/no/such"], "ModelNotLoadable"),
-    (["--engine", "scripted", "--store", "/proc/store"], "StoreUnusable: the folder /proc/store/redis cannot be"),
+    (["--engine", "scripted", "--store", "/proc/store"], "StoreUnusable: the store folder /proc/store cannot be"),
 ]
 
 ONE_AFTER_ANOTHER = """

@@ -92,13 +92,14 @@ def _run(settings: "WorkerSettings") -> None:
     watch.is_standby = settings.standby
     with ExitStack() as cleanup:
         _serve_metrics(settings, watch, cleanup)
-        redis_url = settings.redis_url
-        if redis_url == EMBEDDED:
-            redis_url = _embedded_redis(settings, cleanup)
         # Before the queue: a worker that sleeps can lose its lease but not its store, which another then cannot open.
+        # Before the server: a standby would use its predecessor's, which ends with that one.
         agents = cleanup.enter_context(closing(_agents(settings)))
         watch.store, watch.shared_store = agents.use, agents.shared_use
         agents.start_upkeep()
+        redis_url = settings.redis_url
+        if redis_url == EMBEDDED:
+            redis_url = _embedded_redis(settings, cleanup)
         own = _own_store(settings, agents)
         queue = cleanup.enter_context(open_queue(settings, redis_url, store=own, model=provider.model))
         watch.queues = queue.depths.read
