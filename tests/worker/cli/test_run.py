@@ -1,9 +1,18 @@
 """`stoker-worker run` that is refused: what it leaves behind."""
 
 import json
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
+
+import pytest
+from tests.worker.memory.agents import using
+
+from stoker_shared.errors import StoreUnusable
+from stoker_worker.cli import main
+from stoker_worker.settings import read_settings
 
 REFUSED = [
     (["--model", "/no/such/model"], "ModelNotLoadable: there is no model folder"),
@@ -34,3 +43,17 @@ def test_a_wrong_path_is_named_before_anything_is_started(tmp_path: Path) -> Non
     for (_, named), printed in zip(REFUSED, messages, strict=True):
         assert named in printed.splitlines()[-1]
     assert not (tmp_path / "store").exists()
+
+
+def test_a_damaged_page_of_the_agents_is_named_with_the_way_on(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    with using(folder) as agent:
+        agent("a").say((1, 2, 3))
+    with closing(sqlite3.connect(folder / "agents.db")) as connection:
+        (page,) = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = 'agents'").fetchone()
+    with open(folder / "agents.db", "r+b") as file:
+        file.seek((page - 1) * 4096)
+        file.write(b"\xff")
+    settings = read_settings({"store": folder})
+    with closing(main._agents(settings)) as agents, pytest.raises(StoreUnusable, match="memory salvage"):
+        main._own_store(settings, agents)

@@ -180,12 +180,13 @@ def _meet_shared_store(settings: "WorkerSettings", store: "AgentCacheStore") -> 
 
 
 def _own_store(settings: "WorkerSettings", agents: "AgentCacheStore") -> "OwnStore":
-    """The store's facts for the queue. Raises `OSError`, `Damaged`."""
+    """The store's facts for the queue. Raises `StoreUnusable`."""
+    from stoker_worker.memory.database_file import refused_if_unusable
     from stoker_worker.memory.locks import store_name
     from stoker_worker.memory.transcripts import has_agents
     from stoker_worker.queue.lease import OwnStore
 
-    with agents.parts.database.snapshot() as connection:
+    with refused_if_unusable(settings.store_folder), agents.parts.database.snapshot() as connection:
         name = store_name(settings.store_folder)
         return OwnStore(name, agents.shared_id(), has_agents(connection), agents.is_at_hand)
 
