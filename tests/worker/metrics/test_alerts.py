@@ -50,6 +50,11 @@ def server(**series):
     return worker() | {f'redis_{name}{{job="stoker-redis",instance="queue"}}': text for name, text in values.items()}
 
 
+def of_another_server(series):
+    """The same worker, of another Redis server."""
+    return {name.replace('job="stoker"', 'job="another"'): text for name, text in series.items()}
+
+
 def gone_after(n, instance="b"):
     """A worker that was scraped `n` times and then ended: its target is down, its series are stale."""
     ended = {name: f"{text.partition('+')[0]}+0x{n - 1} stale" for name, text in worker(instance).items()}
@@ -181,6 +186,11 @@ SCENARIOS = {
     ),
     "jobs wait and none goes on": (
         worker(num_requests_waiting=always(3), step_tokens_total=always(0), **{FINISHED: always(2)}),
+        {"4m": "", "45m": "StokerStandsStill"},
+    ),
+    "jobs wait and none goes on, while those of another Redis server do": (
+        worker(num_requests_waiting=always(3), step_tokens_total=always(0), **{FINISHED: always(2)})
+        | of_another_server(worker(step_tokens_total="0+9x240", suspended=always(0), **{FINISHED: "0+1x240"})),
         {"4m": "", "45m": "StokerStandsStill"},
     ),
     "Redis has lost data": (
