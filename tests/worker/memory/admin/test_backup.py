@@ -7,7 +7,7 @@ import stat
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from operator import methodcaller
 from pathlib import Path
 
@@ -225,6 +225,31 @@ def test_a_restore_can_be_undone(store: AgentCacheStore, tmp_path: Path) -> None
     restore(tmp_path / "killed", Path(kept))
     with closing(open_store(tmp_path / "killed")) as again:
         assert again.open_agent("agent-0").number == 2
+
+
+def test_a_new_database_with_transactions_in_its_log_alone_replaces_nothing(
+    store: AgentCacheStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a disk that is nearly full. Here, a reader keeps the log from being moved into the database."""
+    copied(store, tmp_path / "backup")
+    store.close()
+    temp = store.parts.path / "tmp"
+    with ExitStack() as readers:
+
+        def recount(*_: object, **__: object) -> int:
+            [draft] = temp.glob("*-database/agents.db")
+            reader = readers.enter_context(closing(sqlite3.connect(draft, isolation_level=None)))
+            reader.execute("BEGIN")
+            reader.execute("SELECT commits FROM store").fetchall()
+            return 0
+
+        monkeypatch.setattr(backup_module, "recount", recount)
+        with pytest.raises(OSError, match=r"is the disk full\?"):
+            restore(store.parts.path, tmp_path / "backup")
+    assert not list(temp.iterdir())
+    assert not list(store.parts.path.glob("agents.db.*"))
+    with closing(open_store(store.parts.path)) as again:
+        assert again.open_agent("agent-1").number == 1
 
 
 def test_an_older_database_in_the_place_of_a_restored_one_is_still_refused(

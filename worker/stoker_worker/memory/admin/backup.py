@@ -22,7 +22,7 @@ from stoker_worker.memory import unsaved
 from stoker_worker.memory.admin.cache_files import recount
 from stoker_worker.memory.admin.verify import damaged_agents, damaged_answers
 from stoker_worker.memory.blocks import BlockFolder, PieceFolder
-from stoker_worker.memory.database import NAME, Connection, Damaged, Witness, translated
+from stoker_worker.memory.database import NAME, Connection, Damaged, DatabaseFailed, Witness, translated
 from stoker_worker.memory.database_file import (
     FORMAT,
     HOW_TO_GO_ON,
@@ -163,6 +163,9 @@ def exchange(folder: Path, make: Callable[[Path], None], fill: Callable[[Connect
             make(draft)
             with closing(open_database(draft)) as database:
                 n_blocks = database.commit(change)
+                database.empty_log()
+                if database.log_bytes():  # which stays behind, with the newest transactions; `close` would not tell
+                    raise DatabaseFailed("the new database could not be written to its end: is the disk full?")
             kept = replace_database(folder, draft / NAME)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
