@@ -1,5 +1,6 @@
 """`memory salvage`: every agent that can be proved comes back, and no other is begun anew."""
 
+import errno
 import os
 import random
 import shutil
@@ -96,6 +97,25 @@ def test_a_lost_root_costs_at_most_what_was_in_that_page(folder: Path, truth: Tr
     left = refused(folder, truth)
     assert len(left) <= (on_page if table in ("agents", "turns", "deliveries") else 0)
     assert done.whole + len(done.refused) + len(done.lost) == 40
+
+
+def test_a_page_that_the_disk_refuses_to_read_counts_as_lost(
+    folder: Path, truth: Truth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_one_file(folder)
+    bad_at, pread = (roots(folder)["blocks"] - 1) * PAGE, os.pread
+    refusals: list[int] = []
+
+    def failing(file: int, n_bytes: int, at: int) -> bytes:
+        if (n_bytes, at) == (PAGE, bad_at):
+            refusals.append(at)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pread(file, n_bytes, at)
+
+    monkeypatch.setattr(os, "pread", failing)
+    assert salvage(folder).whole == 40
+    assert refusals
+    assert refused(folder, truth) == set()
 
 
 def test_a_lost_header_costs_nothing(folder: Path, truth: Truth) -> None:

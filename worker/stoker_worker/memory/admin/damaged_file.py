@@ -2,13 +2,15 @@
 
 Owns as much of SQLite's file format as that needs (https://sqlite.org/fileformat2.html). The caller checks every row,
 which may be damaged. Deleted rows are gone: `secure_delete` overwrites them. Reads only, files that must not change.
+What the disk refuses to read counts as zeros.
 """
 
-import mmap
+import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
+from weakref import finalize
 
 PAGE: Final = 4096
 _TABLE_LEAF, _INDEX_LEAF, _INDEX_INNER = 0x0D, 0x0A, 0x02
@@ -29,14 +31,12 @@ class DamagedFile:
 
     def __init__(self, path: Path, *, whole_log: bool) -> None:
         """`whole_log`: also read what comes after the first bad frame of the log, which SQLite leaves out. Raises
-        `OSError`: a file cannot be read."""
+        `OSError`: a file cannot be opened."""
         self.bad_frames = 0
-        with open(path, "rb") as file:
-            is_empty = not path.stat().st_size
-            self._file = b"" if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._n_pages = len(self._file) // PAGE
-        log = path.with_name(f"{path.name}-wal")
-        self._log = log.read_bytes() if log.exists() else b""
+        self._file = os.open(path, os.O_RDONLY)
+        finalize(self, os.close, self._file)
+        self._n_pages = os.fstat(self._file).st_size // PAGE
+        self._log = _content(path.with_name(f"{path.name}-wal"))
         self._in_log: dict[int, int] = {}
         self._read_log(whole_log)
 
@@ -65,8 +65,7 @@ class DamagedFile:
     def _page(self, number: int) -> bytes:
         """Zeros if the page is not there."""
         at = self._in_log.get(number)
-        source, at = (self._file, (number - 1) * PAGE) if at is None else (self._log, at)
-        return bytes(source[at : at + PAGE]).ljust(PAGE, b"\0")
+        return _read(self._file, (number - 1) * PAGE) if at is None else self._log[at : at + PAGE]
 
     def _read_log(self, whole: bool) -> None:
         log = self._log.ljust(_LOG_HEADER, b"\0")
@@ -110,6 +109,23 @@ class DamagedFile:
             parts.append(page[4 : 4 + left])
             left, following = left - (PAGE - 4), page[:4]
         return b"".join(parts)
+
+
+def _content(path: Path) -> bytes:
+    """Empty if there is no such file. Raises `OSError`: it cannot be opened."""
+    if not path.exists():
+        return b""
+    with open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        return b"".join(_read(file.fileno(), at) for at in range(0, size, PAGE))[:size]
+
+
+def _read(file: int, at: int) -> bytes:
+    """A page; zeros if it is not there, or if the disk refuses it, which would kill a process that maps the file."""
+    try:
+        return os.pread(file, PAGE, at).ljust(PAGE, b"\0")
+    except OSError:
+        return bytes(PAGE)
 
 
 def _add(data: bytes, order: str, seed: tuple[int, ...]) -> tuple[int, ...]:
