@@ -1,10 +1,13 @@
 """`verify_store`: one line for everything that is not as it was written, and none for anything else."""
 
+import errno
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.worker.memory.agents import MODEL, SNAPSHOT_SPECS, Agent, FastDisk, ids, make_model, open_store
@@ -136,6 +139,18 @@ def test_a_damaged_file_is_a_line(parts: StoreParts, data: bytes) -> None:
     for path in (block, tail, old):
         path.write_bytes(data)
     assert sorted(verify_store(parts)) == sorted(f"{path}: it is damaged" for path in (block, tail, old))
+
+
+def test_a_folder_that_cannot_be_read_is_a_line(parts: StoreParts, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, scandir = next(parts.blocks.path.glob("*/*/*")).parent, os.scandir
+
+    def refusing(path: str) -> Any:
+        if Path(path) == folder:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    assert list(verify_store(parts)) == [f"{folder}: it cannot be read: Permission denied"]
 
 
 @pytest.mark.parametrize("kind", ["full", *SNAPSHOT_SPECS])

@@ -132,12 +132,16 @@ def _files(parts: StoreParts, folder: Path, check: Callable[[StoreParts, Path, s
             pass
         return None
 
-    for parent, folders, names in os.walk(folder):
+    unread: list[OSError] = []
+    for parent, folders, names in os.walk(folder, onerror=unread.append):
         folders.sort()
         for path in (Path(parent, name) for name in sorted(names)):
             # A worker may replace a version between a look at its row and one at its file.
             if (line := problem(path)) is not None and line == problem(path):
                 yield line
+    for error in unread:
+        if not isinstance(error, FileNotFoundError):
+            yield f"{error.filename}: it cannot be read: {error.strerror}"
 
 
 def _check_block(parts: StoreParts, path: Path, name: str) -> None:
