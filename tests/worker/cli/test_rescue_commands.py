@@ -1,12 +1,17 @@
 """`stoker-worker memory backup | restore | salvage`: their output."""
 
 import json
+import os
+import signal
 import sqlite3
 from contextlib import closing
 from pathlib import Path
 
+import pytest
 from tests.worker.cli.conftest import Command
 from tests.worker.memory.agents import using
+
+from stoker_worker.memory.admin import backup as backup_module
 
 
 def test_backup_and_restore_tell_what_they_did(command: Command, two_agents: Path, tmp_path: Path) -> None:
@@ -32,6 +37,18 @@ def test_backup_names_damaged_agents_and_fails_and_keeps_the_file(
     assert command("backup", tmp_path / "one", ok=False).stdout.splitlines()[1:] == [problem]
     assert json.loads(command("backup", tmp_path / "two", "--json", ok=False).stdout)["problems"] == [problem]
     assert command("restore", tmp_path / "one").stdout.startswith("2 agents")
+
+
+def test_a_backup_that_is_terminated_leaves_no_conversations_behind(
+    command: Command, two_agents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def terminated(source: object, target: Path) -> None:
+        target.write_text("half of them")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(backup_module, "copy_database", terminated)
+    assert command("backup", tmp_path / "one", ok=False).exit_code == 128 + signal.SIGTERM
+    assert {path.name for path in tmp_path.iterdir()} == {"store"}
 
 
 def test_a_backup_is_restored_where_there_is_no_store(command: Command, two_agents: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from stoker_shared.environment import require_known_variables
 from stoker_shared.errors import AgentNotFound, SharedStoreAway, StokerError
 from stoker_shared.help_layout import LaidOutGroup
 from stoker_shared.text import printable, seconds_of
-from stoker_worker.cli.ending import MISSING
+from stoker_worker.cli.ending import MISSING, cleaned_up_when_terminated
 
 if TYPE_CHECKING:
     from stoker_worker.memory.admin.listing import Sort
@@ -205,7 +205,7 @@ def backup(store: Path, as_json: bool, file: Path) -> None:
     from stoker_worker.memory.admin.backup import back_up
     from stoker_worker.memory.store_parts import opened
 
-    with opened(store) as parts:
+    with cleaned_up_when_terminated(), opened(store) as parts:  # a half copy has the conversations, too
         done = back_up(parts, file)
     words = f"{file}: {done.agents} agents, {done.n_bytes} bytes"
     say(as_json, {"file": str(file), **asdict(done)}, "\n".join([words, *done.problems]))
