@@ -1,12 +1,13 @@
 """`stoker-worker demo`: what it removes before it begins, and what it leaves alone."""
 
+import shlex
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from stoker_shared.errors import StoreUnusable
-from stoker_worker.cli.demo import _remove_earlier
+from stoker_worker.cli.demo import _next_steps, _remove_earlier
 from stoker_worker.memory.locks import StoreLock
 
 
@@ -38,3 +39,9 @@ def test_what_no_demo_made_is_not_removed(tmp_path: Path, name: str) -> None:
     with pytest.raises(StoreUnusable, match="another --folder"):
         _remove_earlier(tmp_path)
     assert files(tmp_path) == {name}
+
+
+def test_the_commands_that_it_prints_can_be_copied_also_with_spaces_in_the_paths() -> None:
+    [command] = [line for line in _next_steps(Path("my demo"), "my demo/m").splitlines() if " run " in line]
+    options = ["--model", "my demo/m", "--redis", "embedded", "--store", "my demo/store"]
+    assert shlex.split(command)[1:] == ["run", *options]

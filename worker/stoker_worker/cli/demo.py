@@ -12,6 +12,7 @@ import sys
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
+from shlex import quote
 from textwrap import indent
 
 import click
@@ -130,10 +131,11 @@ def _print_answer(agent_id: str, ticket: Ticket) -> None:
 
 
 def _next_steps(folder: Path, model: str) -> str:
-    programs = os.path.relpath(Path(sys.executable).parent)
+    programs = quote(os.path.relpath(Path(sys.executable).parent))
+    store = quote(str(folder / "store"))
     return (
         "\nNext: a resident worker with these two agents and a server of its own\n"
-        f"  {programs}/stoker-worker run --model {model} --redis embedded --store {folder / 'store'}\n"
+        f"  {programs}/stoker-worker run --model {quote(model)} --redis embedded --store {store}\n"
         "and, in another terminal:\n"
         f"  {programs}/stoker submit --agent museum-guide --context append --wait --message 'Is there a lift?'\n"
         f'  {programs}/rq info --url "$(head -1 ~/.stoker/redis.url)"\n'

@@ -5,6 +5,7 @@ import os
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -232,7 +233,7 @@ def import_model(file: Path, folder: Path) -> None:
         from stoker_worker.models.gguf import import_gguf
 
         import_gguf(file, folder)
-    click.echo(f"{folder}: ready for `stoker-worker run --model {folder}`")
+    click.echo(f"{folder}: ready for `stoker-worker run --model {quote(str(folder))}`")
 
 
 @main.command()
