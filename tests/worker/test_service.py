@@ -16,7 +16,11 @@ from stoker_worker.service import Launchd, ServiceUnit, Systemd, worker_unit
 
 LAUNCHCTL = """
 case "$1 $2" in
-    bootstrap*) [ ! -e broken ] || { printf 'it is broken\\nTry it as root.\\n' >&2; exit 5; }; touch loaded ;;
+    enable*) rm -f disabled ;;
+    bootstrap*)
+        [ ! -e disabled ] || exit 5
+        [ ! -e broken ] || { printf 'it is broken\\nTry it as root.\\n' >&2; exit 5; }
+        touch loaded ;;
     "print gui/"*/*|"print system/"*)
         [ -e loaded ] && printf '\\tstate = running\\n\\tpid = 7\\n\\t\\tstate = inner\\n' ;;
     "print "*) [ ! -e no-session ] ;;
@@ -182,7 +186,7 @@ def test_another_redis_url_starts_the_service_anew_and_no_password_is_printed(ma
 
 
 VERBS = {
-    ".plist": [["bootstrap"], ["kickstart"], ["bootout", "bootstrap"]],
+    ".plist": [["enable", "bootstrap"], ["kickstart"], ["bootout", "enable", "bootstrap"]],
     ".service": [["enable", "restart"], ["enable", "start"], ["enable", "restart"]],
 }
 
@@ -294,7 +298,7 @@ def test_an_install_that_ended_while_the_worker_stopped_can_be_repeated(managed,
     (managed.state / "stuck").unlink()
     managed.calls()
     assert managed.install("--max-batch", "3").exit_code == 0
-    assert [call.split()[0] for call in managed.calls()] == ["bootout", "bootstrap"]
+    assert [call.split()[0] for call in managed.calls()] == ["bootout", "enable", "bootstrap"]
     assert "--max-batch" in file.read_text()
 
 
@@ -309,6 +313,13 @@ def test_on_linux_a_worker_stops_before_its_unit_changes(managed):
     assert calls.index("stop") < calls.index("daemon-reload")
     (managed.state / "broken").unlink()
     assert managed.install("--grace-s", "1").exit_code == 0
+    assert managed.is_loaded()
+
+
+@MAC
+def test_a_service_that_was_disabled_is_installed_again(managed):
+    (managed.state / "disabled").touch()
+    assert managed.install().exit_code == 0
     assert managed.is_loaded()
 
 

@@ -164,6 +164,7 @@ class Launchd:
             _write(path, text)
         say(f"{'wrote' if is_other else 'unchanged:'} {path}")
         if is_other or not is_loaded:
+            called("launchctl", "enable", self._target(unit.name))  # launchd refuses one that was disabled: error 5
             called_well("launchctl", "bootstrap", self._session, str(path))
         else:  # it may have ended well, and then starts only if told to
             called_well("launchctl", "kickstart", self._target(unit.name), or_code=_RUNS_ALREADY)
