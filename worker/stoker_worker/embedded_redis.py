@@ -334,6 +334,6 @@ def _free_port(preferred: int | None) -> int:
 def _is_listened_on(port: int) -> bool:
     """`bind` alone does not tell: on a Mac it also succeeds beside a server that listens on all addresses, as those of
     containers do, and takes its clients away."""
-    with suppress(OSError), socket.create_connection((HOST, port), timeout=1):
-        return True
+    with suppress(OSError), socket.create_connection((HOST, port), timeout=1) as probe:
+        return probe.getsockname() != probe.getpeername()  # a free port may be the probe's own, and answer itself
     return False
