@@ -249,11 +249,11 @@ class Waiter:
         states = yield Commands([("HGET", Job.key_for(job_id), "status") for job_id in job_ids])
         found = zip(job_ids, states, strict=True)
         over = [job_id for job_id, state in found if state is None or state.decode(errors="replace") in ENDED]
-        jobs = [self._waiting[job_id] for job_id in over]
+        jobs = [self._waiting[job_id] for job_id in over if job_id in self._waiting]  # else discarded meanwhile
         if not jobs:
             return []
         entries = stream_entries((yield from ask(*results_after(_last_entry_ids(jobs), 0))))
-        without = [job_id for job_id in over if Result.get_key(job_id) not in entries]
+        without = [job.job_id for job in jobs if Result.get_key(job.job_id) not in entries]
         return (yield from self._sorted_out(jobs, entries, (yield from _hashes(without))))
 
     def _next_after(self, skipped: int, count: int) -> list[_Awaited]:

@@ -12,6 +12,7 @@ from tests.producer.played_worker import PlayedWorker, end
 import stoker.operations
 import stoker.submitting
 import stoker.tickets
+import stoker.waiting
 from stoker import (
     AsyncProducer,
     AsyncTicket,
@@ -27,6 +28,7 @@ from stoker import (
     TicketStatus,
 )
 from stoker.new_job import NewJob
+from stoker.operations import Commands
 
 REQUEST: dict[str, Any] = {"agent_id": "a", "prompt": "x", "max_tokens": 4}
 
@@ -118,6 +120,31 @@ def test_two_tasks_may_wait_for_one_job_and_one_of_them_may_give_up(fake, worker
             worker.finish(ticket.job_id, text="done")
             assert (await patient).text == "done"
             assert other.cancelled() or other.cancelling()
+
+    asyncio.run(use())
+
+
+def test_a_task_that_gives_up_a_canceled_job_while_states_are_read_ends_no_other_wait(fake, worker, monkeypatch):
+    monkeypatch.setattr(stoker.waiting, "_CHECK_EVERY_S", 0.0)
+    answer_to = stoker.operations.answer_to
+
+    async def use():
+        async with producer_on(fake) as producer:
+            canceled, other = await producer.submit_many([REQUEST] * 2)
+            giving_up, patient = (asyncio.create_task(ticket.result()) for ticket in (canceled, other))
+
+            async def answering(connection, step):
+                if isinstance(step, Commands) and step.commands[0][0] == "HGET" and not giving_up.done():
+                    await canceled.cancel()
+                    giving_up.cancel()
+                    await asyncio.wait([giving_up])
+                return await answer_to(connection, step)
+
+            monkeypatch.setattr(stoker.operations, "answer_to", answering)
+            await asyncio.wait([giving_up], timeout=20)
+            assert giving_up.cancelled()
+            worker.finish(other.job_id, text="done")
+            assert (await asyncio.wait_for(patient, 20)).text == "done"
 
     asyncio.run(use())
 
