@@ -40,12 +40,16 @@ class Outstanding(Generic[TicketT]):
         self._slice_s = blocking_slice_s(connection)
         self._ended: list[TicketT] = []
         self._by_job_id: dict[str, list[TicketT]] = defaultdict(list)
+        waits = timeout_s is None or timeout_s > 0
         for ticket in tickets:
             if ticket._ended is not None:
                 self._ended.append(ticket)
             else:
                 self._by_job_id[ticket.job_id].append(ticket)
-                self._waiter.add(ticket.job_id, is_new=ticket._is_new)
+                # A wait that looks once, or is repeated with short time limits, must find an end without an entry too.
+                is_new = ticket._is_new and waits and not ticket._was_awaited
+                self._waiter.add(ticket.job_id, is_new=is_new)
+                ticket._was_awaited = True
         self._patience = Patience(timeout_s)
 
     def __bool__(self) -> bool:

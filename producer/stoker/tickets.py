@@ -69,7 +69,8 @@ def status_of(job_id: str) -> Operation[TicketStatus]:
 
 
 class AnyTicket:
-    """The part that both kinds share. `_ended` is the job's end, once a wait for many tickets has found it."""
+    """The part that both kinds share. `_ended` is the job's end, once a wait for many tickets has found it;
+    `_was_awaited`: there was such a wait."""
 
     def __init__(self, job_id: str, *, is_new: bool) -> None:
         """Raises `ValueError`: `job_id` is empty or has characters that no job id has. `is_new`: the job was enqueued
@@ -78,6 +79,7 @@ class AnyTicket:
             raise ValueError("a job id is a non-empty printable string")
         self._job_id = job_id
         self._is_new = is_new
+        self._was_awaited = False
         self._ended: JobRecord | None = None
 
     @property

@@ -78,6 +78,16 @@ def test_a_time_limit_of_nothing_looks_at_every_job_once(producer, worker):
     assert set(seen) == set(tickets[::50])
 
 
+def test_a_cancel_is_found_by_a_look_and_by_waits_with_short_limits(producer):
+    looked_at, waited_for, waits = submitted(producer, 3)
+    for canceled in (looked_at, waited_for):
+        producer.ticket(canceled.job_id).cancel()
+    found = producer.results([looked_at, waits], timeout_s=0, return_errors=True)
+    assert [type(error) for error in found] == [JobCanceled, ResultTimeout]
+    found = [producer.results([waited_for], timeout_s=0.01, return_errors=True) for _ in range(2)]
+    assert type(found[1][0]) is JobCanceled
+
+
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh tickets", "tickets by id"])
 def test_ends_that_write_no_entry_are_found(producer, worker, connection, fresh, monkeypatch):
     monkeypatch.setattr(stoker.waiting, "_CHECK_EVERY_S", 0.01)
