@@ -311,4 +311,5 @@ class AsyncTicket(AnyTicket):
 
     async def cancel(self) -> bool:
         """As `Ticket.cancel`."""
+        self._is_new = False
         return await self._shared.run(cancel_job(self._job_id))

@@ -177,6 +177,19 @@ def test_a_task_that_waits_on_while_its_program_ends_gets_its_result(fake, worke
     assert texts == ["done"]
 
 
+def test_the_result_of_a_job_just_canceled_waits_for_no_look_at_all_states(fake, worker, monkeypatch):
+    monkeypatch.setattr(stoker.waiting, "_CHECK_EVERY_S", 3600.0)
+
+    async def use():
+        async with producer_on(fake) as producer:
+            ticket = await producer.submit(**REQUEST)
+            assert await ticket.cancel()
+            with pytest.raises(JobCanceled):
+                await asyncio.wait_for(ticket.result(), 10)
+
+    asyncio.run(use())
+
+
 def test_closing_a_producer_ends_all_waits(fake):
     async def use():
         producer = producer_on(fake)
