@@ -24,6 +24,7 @@ from stoker_shared.text import mask_text, refusal_line
 
 # Set explicitly, because redis-py 5 has no limit by default and redis-py 8 has five seconds.
 _SOCKET_TIMEOUT_S = 5.0
+_MOST_CONNECTIONS = 2**31  # as in redis-py 5; redis-py 8 has 100, and the 101st thread or stream gets an error
 _RETRIES = 4  # 1.5 s in all if no server listens: enough for a short outage, bearable after a mistyped address
 REFUSED = (AuthenticationError, AuthorizationError)  # connection errors to redis-py, but waiting does not help
 AnyRedis: TypeAlias = Redis | AsyncRedis
@@ -71,6 +72,7 @@ def _from_url(url: str, client: type[_Client], retry: Any) -> _Client:
             health_check_interval=30,
             retry=retry(ExponentialBackoff(cap=1.0, base=0.05), _RETRIES),
             retry_on_error=list(LOST),
+            max_connections=_MOST_CONNECTIONS,
         )
     except (ValueError, TypeError):
         # The parser's message can quote a piece of the password.

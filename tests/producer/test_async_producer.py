@@ -231,6 +231,23 @@ def test_hundreds_of_tasks_that_submit_and_wait_open_few_connections(redis_url, 
 
 
 @pytest.mark.server
+def test_more_than_a_hundred_tasks_may_stream_at_a_time(redis_url, server):
+    async def use():
+        async with AsyncProducer(redis_url) as producer:
+            ticket = await producer.submit(**REQUEST, stream=True)
+
+            async def text():
+                return "".join([event.text async for event in ticket.stream(timeout_s=60)])
+
+            reading = asyncio.gather(*(text() for _ in range(120)))
+            await asyncio.sleep(0.1)  # so that many of them wait
+            PlayedWorker(server).finish(ticket.job_id, text="done")
+            assert await reading == ["done"] * 120
+
+    asyncio.run(use())
+
+
+@pytest.mark.server
 def test_other_tasks_have_their_turn_while_thousands_are_submitted_and_read(redis_url, server, monkeypatch):
     """The work done between two turns of another task; the clock decides where to pause, not this test."""
     monkeypatch.setattr(stoker.submitting, "_BUSY_S", 0.0)
