@@ -41,7 +41,9 @@ class Outstanding(Generic[TicketT]):
         self._ended: list[TicketT] = []
         self._by_job_id: dict[str, list[TicketT]] = defaultdict(list)
         waits = timeout_s is None or timeout_s > 0
+        was_answered = False
         for ticket in tickets:
+            was_answered |= ticket._is_new
             if ticket._ended is not None:
                 self._ended.append(ticket)
             else:
@@ -50,7 +52,7 @@ class Outstanding(Generic[TicketT]):
                 is_new = ticket._is_new and waits and not ticket._was_awaited
                 self._waiter.add(ticket.job_id, is_new=is_new)
                 ticket._was_awaited = True
-        self._patience = Patience(timeout_s)
+        self._patience = Patience(timeout_s, was_answered=was_answered)
 
     def __bool__(self) -> bool:
         return bool(self._ended or self._by_job_id)

@@ -50,12 +50,13 @@ class StreamReader:
     Args:
         timeout_s: how long to read, in seconds; ``None`` until the job ends, 0 for the text so far.
         slice_s: longest blocking read, as `blocking_slice_s` of the connection.
+        was_answered: as for `Patience`.
     """
 
-    def __init__(self, job_id: str, timeout_s: float | None, slice_s: float) -> None:
+    def __init__(self, job_id: str, timeout_s: float | None, slice_s: float, *, was_answered: bool = False) -> None:
         self.is_over = False
         self._job_id = job_id
-        self._patience = Patience(timeout_s)
+        self._patience = Patience(timeout_s, was_answered=was_answered)
         self._slice_s = slice_s
         self._asked = False
         self._may_be_over = False

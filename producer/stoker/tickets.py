@@ -141,7 +141,8 @@ class Ticket(AnyTicket):
         Raises:
             JobFailed, JobCanceled, JobNotFound, ResultTimeout, RedisUnavailable: as `result`, after the last event.
         """
-        reader = StreamReader(self._job_id, timeout_s, blocking_slice_s(self._connection))
+        slice_s = blocking_slice_s(self._connection)
+        reader = StreamReader(self._job_id, timeout_s, slice_s, was_answered=self._is_new)
         while not reader.is_over:
             yield from run(self._connection, reader.read())
 
@@ -197,11 +198,14 @@ class SharedConnection:
         self._waiter = Waiter()
         self._futures: dict[str, list[asyncio.Future[JobRecord]]] = defaultdict(list)
         self._wait: asyncio.Task[None] | None = None
+        self._was_answered = False
 
     async def run(self, operation: Operation[T]) -> T:
         """As `run_async`; not for operations that block."""
         async with self._few:
-            return await run_async(self.connection, operation)
+            result = await run_async(self.connection, operation)
+        self._was_answered = True
+        return result
 
     async def end_of(self, job_id: str, timeout_s: float | None, *, is_new: bool) -> JobRecord:
         """The job's end. One wait serves all jobs of this producer.
@@ -245,7 +249,7 @@ class SharedConnection:
 
     async def _wait_for_all(self) -> None:
         slice_s = min(_SLICE_S, blocking_slice_s(self.connection))
-        patience = Patience(None)
+        patience = Patience(None, was_answered=self._was_answered)
         try:
             while len(self._waiter):
                 ended = await run_async(self.connection, self._waiter.wait(patience, slice_s))
@@ -295,7 +299,7 @@ class AsyncTicket(AnyTicket):
     async def stream(self, timeout_s: float | None = None) -> AsyncGenerator[StreamEvent]:
         """As `Ticket.stream`."""
         connection = self._shared.connection
-        reader = StreamReader(self._job_id, timeout_s, blocking_slice_s(connection))
+        reader = StreamReader(self._job_id, timeout_s, blocking_slice_s(connection), was_answered=self._is_new)
         while not reader.is_over:
             for event in await run_async(connection, reader.read()):
                 yield event

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from fakeredis import FakeAsyncRedis, FakeRedis, FakeServer
+from redis.exceptions import ConnectionError as RedisConnectionError
 from tests.producer.played_worker import PlayedWorker, end
 
 import stoker.operations
@@ -188,6 +189,26 @@ def test_the_result_of_a_job_just_canceled_waits_for_no_look_at_all_states(fake,
                 await asyncio.wait_for(ticket.result(), 10)
 
     asyncio.run(use())
+
+
+def test_a_connection_that_is_lost_right_after_enqueueing_is_endured(fake, worker, monkeypatch):
+    lost, answer_to = [], stoker.operations.answer_to
+
+    async def answering(connection, step):
+        if not lost:
+            lost.append(step)
+            raise RedisConnectionError
+        return await answer_to(connection, step)
+
+    async def use():
+        async with producer_on(fake) as producer:
+            ticket = await producer.submit(**REQUEST)
+            worker.finish(ticket.job_id, text="done")
+            monkeypatch.setattr(stoker.operations, "answer_to", answering)
+            assert (await ticket.result(timeout_s=20)).text == "done"
+
+    asyncio.run(use())
+    assert lost
 
 
 def test_closing_a_producer_ends_all_waits(fake):

@@ -7,6 +7,7 @@ import pytest
 from redis import Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.retry import Retry
 from rq import SimpleWorker
 from rq.serializers import JSONSerializer
@@ -16,7 +17,7 @@ from tests.support.server_fixture import require_server_program
 import stoker.connection
 import stoker.waiting
 from stoker import JobCanceled, JobFailed, JobNotFound, Producer, RedisUnavailable, ResultTimeout
-from stoker.operations import Commands
+from stoker.operations import Commands, Pause
 from stoker_worker.embedded_redis import EmbeddedServer
 
 pytestmark = pytest.mark.server
@@ -116,6 +117,30 @@ def test_a_wait_survives_the_servers_death_and_return(tmp_path, each_step, n_job
                 for ticket in tickets:
                     PlayedWorker(Redis(port=port)).finish(ticket.job_id, text=ticket.job_id)
                 assert [result.text for result in waiting.result()] == [ticket.job_id for ticket in tickets]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda producer, tickets: [result.text for result in producer.results(tickets, timeout_s=20)],
+        lambda producer, tickets: [event.text for ticket in tickets for event in ticket.stream(timeout_s=20)],
+    ],
+    ids=["results", "stream"],
+)
+def test_a_connection_that_is_lost_right_after_enqueueing_is_endured(producer, connection, each_step, read):
+    tickets = producer.submit_many([{"agent_id": "a", "prompt": "x"}] * 2)
+    for ticket in tickets:
+        PlayedWorker(connection).finish(ticket.job_id)
+    lost = []
+
+    def lose_the_first(step):
+        if not lost and not isinstance(step, Pause):
+            lost.append(step)
+            raise RedisConnectionError
+
+    each_step(lose_the_first)
+    assert read(producer, tickets) == ["hello"] * 2
+    assert lost
 
 
 @pytest.mark.slow
