@@ -232,7 +232,7 @@ class Producer(AnyProducer):
 
         Raises:
             InvalidRequest, RequestTooLarge, RequestVersionTooNew: as for `submit`; the message has the request's index.
-            NobodyServes: as for `submit`; earlier chunks have been enqueued.
+            NobodyServes: as for `submit`; earlier chunks of another iterable than a sequence have been enqueued.
             DuplicateJob, JobNotFound: as for `submit`; no job of the same chunk and queue was enqueued.
             RedisUnavailable: no server answers.
         """

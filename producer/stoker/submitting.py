@@ -135,21 +135,20 @@ def submit_many(
     if job_ids is not None:
         requests = list(requests)
         _require_ids_for(requests, job_ids)
-    checked: Iterable[GenerationRequest] = (_checked(index, request) for index, request in enumerate(requests))
     busy = _Busy()
+    checked: list[GenerationRequest] | None = None
     if isinstance(requests, Sequence):
-        valid = []
-        for request in checked:
-            valid.append(request)
+        checked = []
+        for index, request in enumerate(requests):
+            checked.append((yield from _checked(index, request, routing, given)))
             yield from busy.rest()
-        checked = valid
     ids = iter(job_ids) if job_ids is not None else None
     submitted: list[Submitted] = []
     chunk: list[NewJob] = []
     chunk_bytes = 0
-    for request in checked:
-        routed = yield from _routed(routing, request, given)
-        job = NewJob(routed, options, queue_of(routed, queue), next(ids) if ids else None)
+    for index, request in enumerate(requests):
+        valid = checked[index] if checked is not None else (yield from _checked(index, request, routing, given))
+        job = NewJob(valid, options, queue_of(valid, queue), next(ids) if ids else None)
         if chunk and (len(chunk) == CHUNK_JOBS or chunk_bytes + job.size_bytes > CHUNK_BYTES):
             submitted += yield from _enqueue_chunk(chunk, ids is None)
             chunk, chunk_bytes = [], 0
@@ -182,13 +181,18 @@ def _routed(routing: Routing, request: GenerationRequest, given: Mapping[str, An
     return (yield from routing.routed(request, models, min_trust))
 
 
-def _checked(index: int, request: GenerationRequest | Mapping[str, Any]) -> GenerationRequest:
+def _checked(
+    index: int, request: GenerationRequest | Mapping[str, Any], routing: Routing, given: Mapping[str, Any]
+) -> Operation[GenerationRequest]:
+    """The request with its route."""
     try:
         built = request if isinstance(request, GenerationRequest) else _request(request)
-        built.as_payload()  # raises if it is too large
+        routed = yield from _routed(routing, built, given)
+        routed.as_payload()  # raises if it is too large
+        queue_of(routed, "")  # raises if the queue in which its route begins has an impossible name
     except RequestError as error:
         raise type(error)(f"request {index}: {error}") from None
-    return built
+    return routed
 
 
 def _require_ids_for(requests: Sequence[Any], job_ids: Sequence[str]) -> None:

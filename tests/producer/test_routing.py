@@ -22,6 +22,18 @@ def test_several_models_are_refused_for_a_job_that_writes_an_agents_memory(produ
         producer.submit(prompt="x", models=models, check=CHECK, **fields)
 
 
+def test_of_many_jobs_with_models_none_is_enqueued_if_one_cannot_have_a_route(producer, connection):
+    publish(connection, "stoker-a", "q-small", model="small")
+    publish(connection, "stoker-b", "q-large", model="large")
+    requests = [{"prompt": "x", "check": CHECK}] * 120
+    writes = {"prompt": "x", "check": CHECK, "agent_id": "a"}
+    with pytest.raises(InvalidRequest, match=r"^request 120: models: "):
+        producer.submit_many([*requests, writes], models=["small", "large"])
+    assert [queue.waiting for queue in producer.queues()] == [0, 0]
+    assert len(producer.submit_many(requests, models=["small", "large"], min_trust=0)) == 120
+    assert [queue.waiting for queue in producer.queues()] == [0, 120]
+
+
 def test_a_queue_serves_the_model_of_the_worker_that_was_started_last(producer, connection):
     publish(connection, "stoker-killed", "generate", model="small")
     publish(connection, "stoker-after", "generate", model="large", started_at=2.0)
