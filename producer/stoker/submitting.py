@@ -132,6 +132,8 @@ def submit_many(
     """Enqueue many jobs, in the order of `requests`; `given` has the fields of `ManyFields`. Raises as
     `Producer.submit_many`, with redis-py's errors in place of `RedisUnavailable`."""
     options = JobOptions(**{name: value for name, value in given.items() if name not in _ROUTING})
+    if options.at_front:
+        raise InvalidRequest("at_front: only for one job, by `submit`")
     if job_ids is not None:
         requests = list(requests)
         _require_ids_for(requests, job_ids)

@@ -101,6 +101,13 @@ def test_many_jobs_are_enqueued_in_order(producer, connection, monkeypatch):
     assert fetch(connection, tickets[0].job_id).result_ttl == 5
 
 
+def test_many_jobs_are_not_put_at_the_back_if_they_were_meant_for_the_front(producer, connection):
+    options: dict[str, Any] = {"at_front": True}
+    with pytest.raises(InvalidRequest, match="at_front"):
+        producer.submit_many([{"prompt": "x"}], **options)
+    assert connection.keys() == []
+
+
 def test_a_generators_requests_are_enqueued_as_they_come_and_never_held_all_at_once(producer, connection):
     there = []
 
