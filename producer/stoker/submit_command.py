@@ -234,7 +234,9 @@ def submit(redis_url: str, /, wait: bool, stream: bool, timeout_s: float | None,
         given = {name: value for name, value in job_options.items() if value is not None}
         ticket = producer.submit(**fields, **given, stream=stream)  # logs to stderr when no worker listens
         if not (wait or stream):
-            warning = producer.unattended(job_options["queue"]) if as_json else None
+            queue = fields["route"][0]["queue"] if fields.get("route") else job_options["queue"]
+            # Of `models`, a live worker serves each.
+            warning = producer.unattended(queue) if as_json and job_options["models"] is None else None
             show(as_json, {"job_id": ticket.job_id} | ({"warning": warning} if warning else {}), ticket.job_id)
             return
         if not as_json:

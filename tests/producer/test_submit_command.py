@@ -174,6 +174,9 @@ def test_a_check_and_its_models_arrive(stoker, request_of, connection):
     assert [(step["model"], step["queue"]) for step in asked["route"]] == [("small", "q-small"), ("large", "q-large")]
     ran = stoker("submit", "--message", "m", "--models", "small", "--check-file", "schema.json")
     assert request_of(ran)["check"] == {"json_schema": SCHEMA}
+    for words in (["--models", "small"], ["--set", 'route=[{"model": "small", "queue": "q-small"}]']):
+        ran = stoker("submit", "--message", "m", "--queue", "not-this-one", *words, "--json")
+        assert json.loads(ran[1]).keys() == {"job_id"}  # and no warning
     code, out, err = stoker("submit", "--message", "m", "--models", "small,huge")
     assert (code, out) == (1, "")
     assert "NobodyServes: no live worker serves model 'huge'; 'large' in queue 'q-large': stoker-large; 'small'" in err
