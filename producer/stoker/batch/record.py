@@ -127,7 +127,9 @@ def read_record(batch: str) -> Operation[BatchRecord | None]:
 
 def find_record(name: str) -> Operation[BatchRecord]:
     """The batch with this id, or the only one whose id begins with `name`. Raises `BatchGone`: there is none;
-    `ValueError`: there are several."""
+    `ValueError`: there are several, or `name` is empty."""
+    if not name:  # an unset variable of a shell: `cancel --forget` would remove the only batch
+        raise ValueError("the id of a batch is empty")
     record = yield from read_record(name)
     if record is None:
         fitting = [batch for batch in (yield from all_batches()) if batch.startswith(name)]

@@ -326,6 +326,16 @@ def test_a_forgotten_batch_can_be_run_again(batch, connection, somebody, tmp_pat
     assert connection.llen("rq:queue:generate") == 2
 
 
+def test_an_empty_id_names_no_batch(batch, connection, tmp_path):
+    write(tmp_path, ["one"])
+    assert batch("submit", "in.jsonl")[0] == 0
+    before = keys(connection)
+    for command in (["status"], ["fetch", "--out", "out.jsonl"], ["cancel", "--forget"]):
+        code, out, err = batch(command[0], "", *command[1:])
+        assert (code, out, "is empty" in err) == (2, "", True)
+    assert keys(connection) == before
+
+
 def test_a_job_that_was_deleted_is_an_answer_too(batch, connection, tmp_path):
     write(tmp_path, ["one"])
     _, name, _ = batch("submit", "in.jsonl")
