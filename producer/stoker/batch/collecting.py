@@ -61,11 +61,21 @@ def ends_of(
     # A job that ended between the two reads has its entry by now, and is found next time.
     late = [line.job_id(batch) for line, values in zip(seen, hashes, strict=True) if values[0] is not None]
     late_streams = yield from _streams([job_id for job_id in late if job_id not in streams])
+    # A job that failed and was requeued may end between them too: its success is not among the entries read then.
+    torn = [
+        job_id
+        for job_id, values in zip((line.job_id(batch) for line in seen), hashes, strict=True)
+        if values[0] == b"finished" and job_id in streams and JobRecord.finished(job_id, streams[job_id][::-1]) is None
+    ]
+    looks = [("XREVRANGE", Result.get_key(job_id), "+", "-", "COUNT", KEPT_RESULTS) for job_id in torn]
+    newest = (yield Commands(looks)) if looks else []
+    streams |= {job_id: entries[::-1] for job_id, entries in zip(torn, newest, strict=True)}
+    fresh |= {job_id for job_id in torn if streams[job_id] and _is_since(before_ms, streams[job_id])}
     found = {line: End(bad[line.number]) for line in lines if line.number in bad}
     for line, values in zip(seen, hashes, strict=True):
         job_id = line.job_id(batch)
         end = _end(line, job_id, values, streams.get(job_id, []))
-        if end is not None and job_id not in late_streams:
+        if end is not None and job_id not in late_streams and job_id not in fresh:
             found[line] = end
     return {line: found[line] for line in lines if line in found}
 

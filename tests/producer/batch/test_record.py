@@ -13,7 +13,7 @@ from stoker.batch.input_file import InputFile
 from stoker.batch.json_lines import JsonLines
 from stoker.batch.record import BatchRecord, forget, mark_canceled, read_record, register, sent_lines, take_out
 from stoker.new_job import JobOptions
-from stoker.operations import Watched, run
+from stoker.operations import Commands, Watched, run
 
 LINES = 4
 DAY_S = 86_400
@@ -53,6 +53,29 @@ def test_jobs_that_ended_since_the_walk_began_are_left_for_the_next(connection, 
     ]
     bad = sent[-1]
     assert found == [[bad], [bad], [sent[0], bad], [sent[0], bad]]
+
+
+def test_a_requeued_job_that_ends_while_the_lines_are_read_keeps_its_answer(connection, record, feeder, each_step):
+    feeder.feed(record, 100)
+    played, [of_this_walk, of_a_later_one, *_] = PlayedWorker(connection), run(connection, sent_lines("b-1", 0, 100))
+    ending = []
+
+    def end_between_the_reads(step):
+        if ending and isinstance(step, Commands) and step.commands[0][0] == "HMGET":
+            played.finish(ending.pop())
+
+    def found_while_it_ends(line, before_ms):
+        ending.append(line.job_id("b-1"))
+        return run(connection, ends_of("b-1", [line], before_ms=before_ms, look_at_all=False))
+
+    for line in (of_this_walk, of_a_later_one):
+        played.fail(line.job_id("b-1"), "EngineFailed: x")
+        played.job(line.job_id("b-1")).requeue()
+    each_step(end_between_the_reads)
+    before_ms = run(connection, server_ms())
+    assert found_while_it_ends(of_this_walk, before_ms) == {}  # it ended after the walk began
+    [end] = found_while_it_ends(of_a_later_one, before_ms + 60_000).values()
+    assert end.answer["response"]["status_code"] == 200
 
 
 def test_a_line_that_was_taken_out_twice_counts_once(connection, record, feeder):
