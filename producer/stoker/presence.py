@@ -16,6 +16,7 @@ from redis.exceptions import RedisError
 from rq.worker_registration import REDIS_WORKER_KEYS
 
 from stoker.operations import Operation, ask
+from stoker_shared.text import printable
 from stoker_shared.wire import SERVED_KEY, WORKER_KEY
 
 log = logging.getLogger(__name__)
@@ -141,7 +142,8 @@ def unattended(*queues: str) -> Operation[str | None]:
         workers = yield from live_workers()
         served = list(dict.fromkeys(name for worker in workers for name in worker.queues))
         if queue not in served:
-            others = f"; queues with workers: {', '.join(served)}" if served else ", nor to any queue"
+            names = ", ".join(map(printable, served))  # `submit` logs it, on a terminal too
+            others = f"; queues with workers: {names}" if served else ", nor to any queue"
             return f"no worker listens to {queue!r}{others}"
     return None
 

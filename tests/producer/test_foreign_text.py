@@ -67,6 +67,14 @@ def test_agents_batches_models_and_workers(stoker, connection):
     assert f"model{SHOWN}" in stoker("trust", "ls")[1]
 
 
+def test_the_warning_that_a_queue_has_no_worker(producer, connection):
+    publish(connection, "stoker-w", f"q{ORDER}")
+    warning = producer.unattended("other")
+    assert warning is not None
+    assert f"q{SHOWN}" in warning
+    assert is_harmless(warning)
+
+
 def test_errors(stoker):
     for command in (["result", f"no{ORDER}"], ["submit", "--prompt", "x", "--job-id", ORDER], [ORDER]):
         code, out, err = stoker(*command)
