@@ -261,9 +261,9 @@ class EmbeddedServer:
 
     def _is_ours(self, client: Redis) -> bool:
         client.ping()
-        served = client.config_get("dir").get("dir")
+        served = client.config_get("dir").get("dir") or ""
         try:  # not by its name: a Mac knows one folder by several spellings, with other capitals for instance
-            return bool(served) and Path(served).samefile(self._folder)
+            return served != "" and Path(served).samefile(self._folder)
         except OSError:  # a folder that is not on this machine, or of another user
             return False
 
@@ -335,5 +335,5 @@ def _is_listened_on(port: int) -> bool:
     """`bind` alone does not tell: on a Mac it also succeeds beside a server that listens on all addresses, as those of
     containers do, and takes its clients away."""
     with suppress(OSError), socket.create_connection((HOST, port), timeout=1) as probe:
-        return probe.getsockname() != probe.getpeername()  # a free port may be the probe's own, and answer itself
+        return bool(probe.getsockname() != probe.getpeername())  # a free port may be the probe's own, and answer itself
     return False
