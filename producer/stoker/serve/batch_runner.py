@@ -27,7 +27,7 @@ from stoker.batch.work import BatchWork
 from stoker.new_job import JobOptions
 from stoker.operations import run
 from stoker.serve.settings import ServeSettings
-from stoker.serve.store import BatchState, BatchStore, FileStore, StoredBatch
+from stoker.serve.store import BatchState, BatchStore, FileStore, StoredBatch, StoredFile
 from stoker_shared.errors import RedisUnavailable
 
 _MIN_KEEP_S: Final = 86_400
@@ -50,6 +50,7 @@ class BatchRun:
         self._settings = settings
         self._is_canceled = False
         self._work: BatchWork | None = None
+        self._lines: InputFile | None = None
         self._open = ExitStack()
         self._output = self._open.enter_context(OutputFile(batches.answers(batch.id), batch.id))
 
@@ -84,8 +85,7 @@ class BatchRun:
         batch = self._batch
         try:
             source = self._files.get(batch.owner, batch.input_file_id)
-            rows = JsonLines(self._files.content(source), max_line_bytes=self._settings.max_body_bytes)
-            lines = self._open.enter_context(InputFile(rows, max_lines=MAX_LINES))
+            lines = self._input(source)
         except (Failure, OSError, ValueError) as error:
             self._fail("invalid_file", f"the input file cannot be read: {error}")
             return None
@@ -106,6 +106,14 @@ class BatchRun:
         times = {"in_progress_at": int(time.time()), **before.times}
         self._batches.set_state(batch.id, BatchState("in_progress", lines.n_requests, times=times))
         return work
+
+    def _input(self, source: StoredFile) -> InputFile:
+        """The lines of the file. They are read through once, however often the batch tries to begin. Raises `OSError`,
+        `ValueError`: the file cannot be read."""
+        if self._lines is None:
+            rows = JsonLines(self._files.content(source), max_line_bytes=self._settings.max_body_bytes)
+            self._lines = self._open.enter_context(InputFile(rows, max_lines=MAX_LINES))
+        return self._lines
 
     def _must_cancel(self) -> bool:
         return self._batches.canceled_at(self._batch.id) is not None or time.time() > self._batch.expires_at

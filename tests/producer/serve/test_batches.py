@@ -10,10 +10,12 @@ from openai.types.responses import Response
 from tests.producer.serve.conftest import serving_at
 
 from stoker.batch import work
+from stoker.batch.input_file import InputFile
 from stoker.batch.record import BatchHeld, hold
 from stoker.serve import batch_runner
 from stoker.serve.settings import Tokens
 from stoker.serve.store import BatchStore, FileStore
+from stoker_shared.errors import RedisUnavailable
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -94,6 +96,27 @@ def test_a_batch_that_another_process_held_a_moment_ago_waits_and_is_no_error(cl
     assert (answers(client, done.output_file_id), done.error_file_id) == ({"c0": "a"}, None)
     assert next(refusals, None) is None
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def test_a_batch_that_cannot_begin_while_redis_is_away_reads_its_file_once(client, monkeypatch):
+    outages = iter([RedisUnavailable("away")] * 3)
+    read = []
+
+    def away_at_first(*arguments):
+        if (outage := next(outages, None)) is not None:
+            raise outage
+        return hold(*arguments)
+
+    def counted(*arguments, **options):
+        read.append(arguments)
+        return InputFile(*arguments, **options)
+
+    monkeypatch.setattr(work, "hold", away_at_first)
+    monkeypatch.setattr(batch_runner, "InputFile", counted)
+    done = until(client, begin(client, lines("say a")), "completed")
+    assert answers(client, done.output_file_id) == {"c0": "a"}
+    assert next(outages, None) is None
+    assert len(read) == 1
 
 
 def test_a_batch_may_have_responses_which_nothing_keeps(client, store):
