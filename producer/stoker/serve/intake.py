@@ -134,7 +134,8 @@ def _continue(call: ApiCall, owner: str, store: ResponseStore) -> str:
 
 
 def _store(store: ResponseStore, call: ApiCall, owner: str, job_id: str, session: str) -> bool:
-    """Returns whether the response is new."""
+    """Returns whether the response is new. Raises `Failure`: it cannot be stored, or its key is that of another call's
+    response. Redis refuses such a call too, but only as long as it has the other call's job."""
     response = StoredResponse(
         id=response_id(job_id),
         owner=owner,
@@ -147,10 +148,14 @@ def _store(store: ResponseStore, call: ApiCall, owner: str, job_id: str, session
         kept=dict(call.kept),
     )
     try:
-        return store.add(response)
+        is_new = store.add(response)
     except OSError as error:
         message = f"the response cannot be stored: {error.strerror}"
         raise Failure(503, message, code="no_space", retryable=True) from None
+    earlier = None if is_new else store.read(response.id)
+    if earlier is not None and replace(earlier, created_at=response.created_at) != response:
+        raise Failure(409, f"Idempotency-Key: {job_id!r} names another response already", code="duplicate_job")
+    return is_new
 
 
 def _as_utf8(value: str) -> str:

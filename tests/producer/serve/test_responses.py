@@ -409,6 +409,19 @@ def test_a_keyed_calls_response_stays_whether_it_failed_or_its_key_is_used_again
     assert (found.status, found.error.code) == ("failed", "server_error")
 
 
+def test_a_key_leads_no_other_call_to_a_stored_response_even_once_redis_has_forgotten_its_job(tmp_path):
+    served = ServeSettings(tmp_path, body_options=BodyOptions(any_model=True))
+
+    def is_new(owner, text):
+        return call_jobs(json.dumps({"input": text}).encode(), CallHead(URL, {}, "k", owner), served).has_new_response
+
+    assert [is_new("ann", "x"), is_new("ann", "x")] == [True, False]
+    for owner, text in (("bob", "x"), ("ann", "y")):
+        with pytest.raises(Failure) as refused:
+            is_new(owner, text)
+        assert (refused.value.status, refused.value.error["code"]) == (409, "duplicate_job")
+
+
 def test_a_call_in_the_background_is_answered_at_once_and_again_by_its_key_with_its_state(client, hand):
     key = {"Idempotency-Key": "in-background"}
     ask = lambda: client.responses.create(model="m", input="wait", background=True, extra_headers=key)  # noqa: E731
