@@ -104,6 +104,7 @@ def call_jobs(raw: bytes, head: CallHead, settings: ServeSettings) -> CallJobs:
         )
     except RequestError as error:
         raise of_exception(error) from None
+    session = requests[0].session or session
     has_new_response = call.is_stored and _store(store, call, head.owner, jobs[0].job_id, session)
     has_one_text = len(requests) == 1 and requests[0].n == 1 and not requests[0].logprobs
     call = replace(call, requests=(), input=None)

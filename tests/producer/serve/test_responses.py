@@ -454,5 +454,8 @@ def test_the_responses_of_a_conversation_are_one_session_so_that_the_next_one_fi
     second, of_second = session(previous_response_id=first)
     assert of_first == of_second == session(previous_response_id=second)[1] is not None
     assert session()[1] != of_first
-    assert session(prompt_cache_key="k")[1] == "k"
+    names: list[dict[str, Any]] = [{"prompt_cache_key": "k"}, {"extra_headers": {"X-Stoker-Session": "k"}}]
+    for name in names:
+        named, of_named = session(**name)
+        assert of_named == session(previous_response_id=named)[1] == "k"
     assert session(store=False)[1] is None
