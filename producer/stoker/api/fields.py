@@ -202,3 +202,13 @@ def settle_memory(fields: dict[str, Any]) -> None:
         fields["agent_id"] = fields["session"]
     if "agent_id" in fields:
         del fields["session"]
+
+
+def keep_apart(fields: dict[str, Any], name: str) -> None:
+    """Make a call share caches only with calls of the same token's name. Agents' caches are open to all names, but an
+    agent's call cannot use the caches of a name, whatever salt it gives."""
+    salt = fields.get("cache_salt", "")
+    if "agent_id" not in fields:
+        fields["cache_salt"] = f"{name} {salt}"
+    elif isinstance(salt, str) and " " in salt:
+        fields["cache_salt"] = f" {salt}"  # no name begins with a space

@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 from stoker.api.endpoint import ApiCall
 from stoker.api.endpoints import ENDPOINTS
 from stoker.api.failure import Failure, of_exception
-from stoker.api.fields import session_name, settle_memory
+from stoker.api.fields import keep_apart, session_name, settle_memory
 from stoker.api.responses import messages_of, response_id
 from stoker.new_job import JobOptions, NewJob, require_job_id
 from stoker.serve.responses import json_object
@@ -112,16 +112,16 @@ def call_jobs(raw: bytes, head: CallHead, settings: ServeSettings) -> CallJobs:
 
 
 def _with_head(fields: Mapping[str, Any], head: CallHead) -> dict[str, Any]:
-    """Adds the headers' fields. Calls without an agent share caches only with calls of the same token's name, and a
-    job's key works only for that name."""
+    """Adds the headers' fields. Callers whose tokens have different names share no caches, and a job's key works only
+    for one name."""
     known = {**fields, **head.fields}
     if "session" in head.fields:
         known["session"] = session_name(head.fields["session"])
     settle_memory(known)
-    if "agent_id" not in known and head.owner != ANYBODY:
-        known["cache_salt"] = f"{head.owner} {known.get('cache_salt', '')}"
-    elif head.key is not None and head.owner != ANYBODY:
-        known["metadata"] = {"token": head.owner}
+    if head.owner != ANYBODY:
+        keep_apart(known, head.owner)
+        if head.key is not None and "agent_id" in known:
+            known["metadata"] = {"token": head.owner}
     return known
 
 

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from stoker.api.chat import CHAT, CHAT_URL, TEXT, TEXT_URL
 from stoker.api.endpoints import ENDPOINTS
 from stoker.api.failure import FieldRefused
-from stoker.api.fields import BodyOptions
+from stoker.api.fields import BodyOptions, keep_apart
 from stoker_shared.request import build_request
 
 TRANSPORT = {"stream", "stream_options"}
@@ -211,6 +211,18 @@ def test_the_agent_of_the_metadata_wins_over_the_user_in_any_order():
     for fields in (both, dict(reversed(both.items()))):
         assert request_fields(CHAT_URL, body(CHAT_URL, **fields), BodyOptions())["agent_id"] == "a"
     assert "agent_id" not in request_fields(CHAT_URL, body(CHAT_URL), BodyOptions())
+
+
+def test_no_salt_leads_into_the_caches_of_another_token():
+    def salt(name, **fields):
+        keep_apart(fields, name)
+        return fields.get("cache_salt")
+
+    of_ann = salt("ann")
+    assert of_ann == salt("ann", cache_salt="") != salt("bob")
+    assert of_ann not in (salt("bob", cache_salt=of_ann), salt("bob", cache_salt=of_ann, agent_id="a"))
+    assert [salt(name, cache_salt="s", agent_id="a") for name in ("ann", "bob")] == ["s", "s"]
+    assert salt("bob", agent_id="a") is None
 
 
 def test_a_model_is_the_loaded_one_or_is_mapped_or_does_not_matter():
