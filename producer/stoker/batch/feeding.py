@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from redis import Redis
 
-from stoker.api.fields import BodyOptions
+from stoker.api.fields import BodyOptions, keep_apart
 from stoker.batch.input_file import BadLine, InputFile, Line, answer_id_for, job_id_for, refused_request
 from stoker.batch.output_file import not_run_line
 from stoker.batch.record import BatchRecord, send
@@ -69,6 +69,7 @@ class Feeder:
         choice: the models that the lines may ask; ``None`` if the queue decides.
         max_redis_bytes: nothing is sent while the server uses more than this; ``None`` for 1 GiB, or for 80 % of the
             server's own limit if that is less.
+        name: the name of the token with whose calls the lines share caches; ``None`` if only their salts decide.
     """
 
     connection: Redis
@@ -77,6 +78,7 @@ class Feeder:
     job_options: JobOptions
     max_redis_bytes: int | None
     choice: ModelChoice | None = None
+    name: str | None = None
 
     def feed(self, record: BatchRecord, room: int, done: Container[int] = ()) -> bool:
         """Send the next lines, at most `room`, in at most one transaction; returns whether any were sent.
@@ -129,6 +131,10 @@ class Feeder:
         try:
             job_id = job_id_for(record.batch, number, line.custom_id)
             request = line.request
+            if self.name is not None:
+                fields = request.as_payload()
+                keep_apart(fields, self.name)
+                request = build_request(fields)
             if self.choice is not None:
                 request = run(self.connection, self.choice.routed(request))
             return line, NewJob(request, self.job_options, queue_of(request, record.queue), job_id)

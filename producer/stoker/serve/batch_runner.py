@@ -26,7 +26,7 @@ from stoker.batch.record import RENEW_S, BatchHeld, BatchRecord, cancel_batch, f
 from stoker.batch.work import BatchWork
 from stoker.new_job import JobOptions
 from stoker.operations import run
-from stoker.serve.settings import ServeSettings
+from stoker.serve.settings import ANYBODY, ServeSettings
 from stoker.serve.store import BatchState, BatchStore, FileStore, StoredBatch, StoredFile
 from stoker_shared.errors import RedisUnavailable
 
@@ -97,7 +97,8 @@ class BatchRun:
         queue, created_s = settings.batch_queue, batch.created_at
         planned = BatchRecord(batch.id, queue, source.filename, lines.n_requests, lines.n_lines, keep_s, created_s)
         jobs = JobOptions(result_ttl_s=keep_s, failure_ttl_s=keep_s, ttl_s=keep_s)
-        feeder = Feeder(self._connection, lines, settings.body_options, jobs, None)
+        name = None if batch.owner == ANYBODY else batch.owner
+        feeder = Feeder(self._connection, lines, settings.body_options, jobs, None, name=name)
         collector = Collector(self._connection, self._output)
         progress = Progress(lines.n_requests, collector.tally, quiet=True)
         work = BatchWork(self._connection, batch.id, collector, progress, feeder, planned)

@@ -280,3 +280,19 @@ def test_nobody_sees_the_files_and_batches_of_another_token(serve, store):
     ):
         with pytest.raises(openai.NotFoundError):
             call()
+
+
+def test_the_lines_of_a_batch_share_caches_with_calls_of_the_same_token_only(serve, store, hand):
+    serving = serve(batch_store=store, tokens=Tokens([("ann", "a" * 20), ("bob", "b" * 20)]))
+    salts = []
+    for token in ("a" * 20, "b" * 20):
+        client = serving.client(token)
+        called = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "say x"}])
+        batch = begin(client, lines("wait"))
+        job_id = hand.wait_for_one()
+        ids = (called.id.removeprefix("chatcmpl-"), job_id)
+        salts.append([hand.request(one)["cache_salt"] for one in ids])
+        hand.finish(job_id)
+        until(client, batch, "completed")
+    assert all(of_call == of_line for of_call, of_line in salts)
+    assert salts[0] != salts[1]
