@@ -63,7 +63,7 @@ def build_app(redis_url: str, settings: ServeSettings) -> Starlette:
             Middleware(Guard, settings=settings),
         ],
         exception_handlers={
-            **dict.fromkeys((Failure, StokerError, Exception), on_error),
+            **dict.fromkeys((Failure, StokerError, OSError, Exception), on_error),
             HTTPException: _on_http_error,
             ClientDisconnect: _on_hang_up,
         },

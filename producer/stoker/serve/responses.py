@@ -1,6 +1,7 @@
 """The responses and the reading of bodies that all endpoints share. No Redis."""
 
 import asyncio
+import errno
 import json
 import logging
 import re
@@ -29,6 +30,7 @@ CLIENT_IS_GONE: Final = 499
 
 READ_BODY_S: Final = 60.0
 _IN_MEMORY_BYTES: Final = 16 * 2**10
+_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def id_headers(job_id: str, given: str | None) -> dict[str, str]:
@@ -63,6 +65,8 @@ async def on_error(request: Request, error: Exception) -> JSONResponse:
 
 def described(error: Exception) -> Failure:
     """The failure of an exception; an unexpected one is logged."""
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        return Failure(503, f"there is no room for it: {error.strerror}", code="no_space", retryable=True)
     failure = of_exception(error)
     if failure.status == 500 and not isinstance(error, Failure | StokerError):
         log.error("a request failed: %s", type(error).__name__, exc_info=error)

@@ -1,5 +1,6 @@
 """Files and batches with OpenAI's own package, from the upload to the download, over restarts and beside each other."""
 
+import errno
 import json
 import time
 
@@ -262,6 +263,23 @@ def test_uploads_that_cannot_be_batches_are_refused(client):
         client.batches.create(input_file_id="file-none", endpoint=CHAT, completion_window="24h")
     with pytest.raises(openai.NotFoundError):
         client.files.retrieve("file-..")
+
+
+def test_what_does_not_fit_on_the_disk_is_told_to_come_later(client, monkeypatch):
+    file = upload(client, lines("say a"))
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for store in (FileStore, BatchStore):
+        monkeypatch.setattr(store, "add", full)
+    for call in (
+        lambda: upload(client, lines("say a")),
+        lambda: client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h"),
+    ):
+        with pytest.raises(openai.InternalServerError) as refused:
+            call()
+        assert (refused.value.status_code, refused.value.code) == (503, "no_space")
 
 
 def test_nobody_sees_the_files_and_batches_of_another_token(serve, store):
