@@ -5,6 +5,7 @@ import time
 import httpx
 import openai
 import pytest
+from tests.producer.serve.conftest import serving_at
 from tests.producer.serve.test_calls import ask, give
 
 from stoker.api.fields import BodyOptions
@@ -54,6 +55,13 @@ def test_requests_are_counted_by_path_and_status(served, client):
         'stoker_serve_first_byte_seconds_count{path="/v1/chat/completions"}',
     ):
         assert series in text
+
+
+def test_while_redis_is_away_a_health_check_is_told_when_to_come_again():
+    with serving_at("redis://127.0.0.1:1") as serving:
+        answer = httpx.get(f"{serving.url}/healthz", timeout=60)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+    assert answer.json()["error"]["code"] == "queue_unavailable"
 
 
 def test_a_call_for_another_model_and_a_look_for_it_get_one_text(serve, worker):
