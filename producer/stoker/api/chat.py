@@ -25,7 +25,6 @@ from stoker.api.fields import (
     only,
     reasoning_effort,
     session,
-    settle_memory,
     template_kwargs,
 )
 from stoker_shared.message import Message
@@ -159,7 +158,6 @@ class Completions(Endpoint):
         apply_rules(self.rules, self.url, body, fields, options)
         if fields.get("tool_choice") == "none" and "tools" not in fields:
             del fields["tool_choice"]
-        settle_memory(fields)
         default_limit(fields, options, self._max_tokens)
         is_echoed = fields.get("return_prompt", False)
         if is_echoed and is_streamed:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from stoker.api.deltas import Delta, Deltas
 from stoker.api.failure import Failure, FieldRefused
-from stoker.api.fields import BodyOptions, checked
+from stoker.api.fields import BodyOptions, checked, settle_memory
 from stoker_shared.result import GenerationResult
 
 
@@ -50,7 +50,9 @@ class ApiCall:
                 raise FieldRefused(name, "is not served in a batch")
         if len(self.requests) > 1:
             raise FieldRefused("prompt", "must be one prompt: give each prompt a line of its own")
-        return self.requests[0]
+        request = dict(self.requests[0])
+        settle_memory(request)  # of a call, this waits until the fields of its headers are there
+        return request
 
 
 class EventWriter(Protocol):

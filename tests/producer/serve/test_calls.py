@@ -310,6 +310,9 @@ def test_the_agent_and_the_context_are_in_headers_or_the_body(client, hand):
     headers = {"X-Stoker-Agent": "h", "X-Stoker-Context": "append"}
     found = request(user="u", metadata={"agent_id": "m"}, extra_headers=headers)
     assert (found["agent_id"], found["context"]) == ("h", "append")
+    append = {"extra_body": {"context": "append"}}
+    assert request(user="u", **append)["agent_id"] == "u"
+    assert request(user="u", **append, extra_headers={"X-Stoker-Session": "s"})["agent_id"] == "s"
     assert "agent_id" not in request()
     any_name = {b"x-stoker-agent": "é/🙂".encode()}
     answer = httpx.post(f"{client.base_url}completions", json={"model": "m", "prompt": "say x"}, headers=any_name)
