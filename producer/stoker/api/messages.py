@@ -82,8 +82,7 @@ Turn = tuple[str, list[dict[str, Any]]]
 
 
 def _conversation(system: Any, messages: Any) -> list[dict[str, Any]]:
-    """The messages of a `GenerationRequest`. Raises `FieldRefused`: a block or a role is not served, or the last turn
-    is the assistant's."""
+    """The messages of a `GenerationRequest`. Raises `FieldRefused`: a block or a role is not served."""
     opening = [] if system is None else _texts(system, "system")
     turns: list[Turn] = []
     for number, message in enumerate(checked("messages", messages, list)):
@@ -99,8 +98,6 @@ def _conversation(system: Any, messages: Any) -> list[dict[str, Any]]:
             raise _refused(where, "must be of the role 'user', 'assistant' or 'system'")
     if not turns:
         raise _refused("messages", "must hold at least one message")
-    if turns[-1][0] == "assistant":
-        raise FieldRefused("messages", "ends with the assistant's: the beginning of an answer cannot be given")
     said = _BETWEEN_TEXTS.join(text for text in opening if not text.startswith(_BILLING))
     found = [{"role": "system", "content": said}] if said else []
     for role, blocks in turns:
@@ -323,6 +320,8 @@ class Messages(Endpoint):
     def read(self, body: dict[str, Any], options: BodyOptions) -> ApiCall:
         is_streamed = take_flag(body, "stream")
         fields = _fields_of(body, self.url, options)
+        if fields["messages"][-1]["role"] == "assistant":
+            raise FieldRefused("messages", "ends with the assistant's: the beginning of an answer cannot be given")
         if "max_tokens" not in fields:
             raise FieldRefused("max_tokens", "is missing", "missing_required_parameter")
         fields["fit_max_tokens"] = True  # Claude Code asks for 32,000 with each call

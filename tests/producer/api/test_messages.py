@@ -199,6 +199,11 @@ def test_a_count_is_a_job_that_generates_nothing_from_the_same_prompt():
     assert {"messages", "tools", "tool_choice", "chat_template_kwargs"} < set(counted)
 
 
+def test_a_conversation_can_be_counted_after_each_of_its_turns():
+    answered = [*ASKED, {"role": "assistant", "content": "y"}]
+    assert read(TOKEN_COUNT, messages=answered)["messages"] == answered
+
+
 def conversation(*messages, system=None):
     return read(messages=list(messages), system=system)["messages"]
 
