@@ -28,7 +28,7 @@ class TokenEndpoint(Endpoint):
         self._rules = rules
 
     def read(self, body: dict[str, Any], options: BodyOptions) -> ApiCall:
-        fields: dict[str, Any] = {"max_tokens": 0, "return_prompt": True}
+        fields: dict[str, Any] = {"max_tokens": 0, "return_prompt": True, "cache": "read"}
         body.setdefault("model", None)
         asked = replace(options, any_model=options.any_model or body["model"] is None)
         apply_rules(self._rules, self.url, body, fields, asked)

@@ -130,6 +130,8 @@ def test_an_echo_has_the_prompt_and_its_scores_before_the_answer(client, hand):
 
 def test_tokens_of_a_text_and_the_text_of_tokens(served, hand):
     prompt = give(prompt={"text": "ab", "token_ids": [7, 8]})
+    of_agent = {"X-Stoker-Agent": "a"}  # a client may send it with each call
+    assert httpx.post(f"{served.url}/tokenize", json={"prompt": prompt}, headers=of_agent).status_code == 200
     assert httpx.post(f"{served.url}/tokenize", json={"prompt": prompt}).json()["tokens"] == [7, 8]
     asked = hand.request(hand.all_jobs()[-1])
     assert (asked["max_tokens"], asked["return_prompt"]) == (0, True)
