@@ -421,12 +421,15 @@ class ResponseEvents(EventWriter):
 
     def end(self, results: Sequence[GenerationResult], first: Deltas) -> Iterator[bytes]:
         (result,) = results
+        is_cut = result.finish_reason == "length"
         for delta in first.rest(result):
+            if delta.call is not None:  # the text is complete
+                yield from self._close(result.logprobs, is_cut=is_cut)
             yield from self.more(delta)
         has_text = self._open == "text" or any(item["type"] != "reasoning" for item in self._items)
         if not has_text:
             yield from self.more(Delta("text"))
-        yield from self._close(result.logprobs, is_cut=result.finish_reason == "length")
+        yield from self._close(result.logprobs, is_cut=is_cut)
         response = {**RESPONSES.answer(results, self._created_s, self._kept), "output": self._items}
         yield self._event(response["status"], response=response)
 

@@ -210,6 +210,15 @@ def test_thinking_between_two_texts_is_an_item_of_its_own_and_the_last_event_has
     assert [item.id for item in found[-1].response.output] == [item.id for item in done]
 
 
+def test_the_scores_of_a_text_before_a_call_are_in_a_stream_too(client):
+    scores = {"content": [{"token": "I look.", "logprob": -0.5}]}
+    said = give(text="x", answer="I look.", logprobs=scores, tool_calls=[CALL], finish_reason="tool_calls")
+    asked: dict[str, Any] = {"tools": [TOOL], "include": ["message.output_text.logprobs"]}
+    for answer in (client.responses.create(model="m", input=said, **asked), events(client, said, **asked)[-1].response):
+        message, _ = answer.output
+        assert [entry.logprob for entry in message.content[0].logprobs] == [-0.5]
+
+
 # --- stored ---
 
 
