@@ -59,10 +59,14 @@ class Background:
         if answer is not None:
             return answer
         try:
-            return await _answer_of(self._backend, response, timeout_s=0)
+            answer = await _answer_of(self._backend, response, timeout_s=0)
         except ResultTimeout:
             state = (await self._backend.ticket(response.job_id).status()).state
             return _frame_of(response, "queued" if state in _WAITING else "in_progress")
+        if answer["status"] != "failed":  # a job that is not enqueued yet looks like that, too
+            with suppress(OSError):  # nobody else stores it if its client, or the process of its call, is gone
+                await asyncio.to_thread(self.store.set_answer, response.id, answer)
+        return answer
 
     def wait_for(self, response: StoredResponse) -> None:
         """Store the answer once there is one."""

@@ -19,9 +19,11 @@ from hypothesis import strategies as st
 from openai.types.responses import Response
 from openai.types.responses import response_create_params as params
 from pydantic import BaseModel
+from redis import Redis
 from starlette.datastructures import Headers
 from tests.producer.played_worker import result_fields
 from tests.producer.serve.conftest import serving_at
+from tests.support.wait import wait_for
 
 from stoker.api.failure import Failure, FieldRefused
 from stoker.api.fields import BodyOptions
@@ -416,6 +418,20 @@ def test_a_keyed_calls_response_stays_whether_it_failed_or_its_key_is_used_again
         ask(model="m", input="fail EngineFailed: x", extra_headers={"Idempotency-Key": "fails"})
     found = client.responses.retrieve("resp_fails")
     assert (found.status, found.error.code) == ("failed", "server_error")
+
+
+def test_the_answer_of_a_keyed_call_whose_client_is_gone_can_be_read_and_continued(serve, hand, server_url):
+    serving = serve(tokens=Tokens([("gone", "g" * 16)]))
+    with serving.client("g" * 16, timeout=0.5) as impatient, pytest.raises(openai.APITimeoutError):
+        impatient.responses.create(model="m", input="wait", extra_headers={"Idempotency-Key": "of-the-gone"})
+    hand.wait_for_one()
+    with Redis.from_url(server_url) as connection:  # until the server knows that the client is gone
+        wait_for(lambda: not connection.exists("stoker:serve:waiting:gone"), 20)
+    hand.finish("of-the-gone", text="late")
+    client = serving.client("g" * 16)
+    read = client.responses.retrieve("resp_of-the-gone")
+    assert read.output_text == "late"
+    assert client.responses.create(model="m", input="say on", previous_response_id=read.id).output_text == "on"
 
 
 def test_a_key_leads_no_other_call_to_a_stored_response_even_once_redis_has_forgotten_its_job(tmp_path):
