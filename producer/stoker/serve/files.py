@@ -27,6 +27,10 @@ async def upload(request: Request) -> Response:
             raise Failure(400, "'file' is missing", code="missing_required_parameter", param="file")
         if form.get("purpose") != PURPOSE:
             raise Failure(400, f"'purpose' must be {PURPOSE}", code="invalid_value", param="purpose")
+        if unknown := sorted(set(form) - {"file", "purpose"}):
+            name = unknown[0][:64]
+            why = "is not a known field of /v1/files; files stay until they are deleted"
+            raise Failure(400, f"'{name}' {why}", code="unknown_parameter", param=name)
         source, name = file.file, (file.filename or "upload")[:255]
         files: FileStore = request.app.state.files
         owner = request.state.owner
