@@ -28,7 +28,7 @@ from stoker.serve.connections import LoopErrors
 from stoker.serve.generation import generate
 from stoker.serve.guard import FILES_PATH, HEALTH_PATHS, ROOT_PATH, Guard
 from stoker.serve.metrics import METRICS_PATH, Counted, metrics
-from stoker.serve.responses import CLIENT_IS_GONE, Json, failed, on_error
+from stoker.serve.responses import CLIENT_IS_GONE, Json, failed, given_id, on_error
 from stoker.serve.settings import ServeSettings
 from stoker.serve.store import BatchStore, FileStore, ResponseStore
 from stoker.serve.stored_responses import Background
@@ -119,7 +119,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     what = {404: f"there is no {request.url.path}", 405: f"{request.method} is not for {request.url.path}"}
     code = {404: "unknown_url", 405: "method_not_allowed"}.get(status)
     failure = Failure(status, what.get(status, str(getattr(error, "detail", error))), code=code)
-    return failed(ENDPOINTS.get(request.url.path), failure)
+    return failed(ENDPOINTS.get(request.url.path), failure, given_id(request.headers))
 
 
 async def _list_models(request: Request) -> Response:

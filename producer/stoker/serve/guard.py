@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stoker.api.endpoints import ENDPOINTS
 from stoker.api.failure import Failure
-from stoker.serve.responses import failed
+from stoker.serve.responses import failed, given_id
 from stoker.serve.settings import ANYBODY, ServeSettings
 from stoker_shared.http_guard import is_own_site
 
@@ -42,7 +42,7 @@ class Guard:
             if int(headers.get("content-length") or 0) > most:
                 raise _too_large(most)
         except Failure as failure:
-            return await failed(ENDPOINTS.get(scope["path"]), failure)(scope, receive, send)
+            return await failed(ENDPOINTS.get(scope["path"]), failure, given_id(headers))(scope, receive, send)
         return await self._app(scope, _counted(receive, most), send)
 
     def _owner(self, path: str, headers: Headers) -> str:

@@ -38,6 +38,11 @@ def id_headers(job_id: str, given: str | None) -> dict[str, str]:
     return {REQUEST_ID: given or job_id, ANTHROPICS_ID: job_id, JOB_ID: job_id}
 
 
+def given_id(headers: Mapping[str, str]) -> dict[str, str]:
+    """The id that the client chose, for a call without a job."""
+    return {REQUEST_ID: headers[REQUEST_ID]} if REQUEST_ID in headers else {}
+
+
 class Json(JSONResponse):
     """Writes half a surrogate pair, which a caller's text can have, as an escape instead of failing on it."""
 
@@ -60,7 +65,7 @@ def failed(endpoint: Endpoint | None, failure: Failure, headers: Mapping[str, st
 
 async def on_error(request: Request, error: Exception) -> JSONResponse:
     """The response to any exception that an endpoint raises."""
-    return failed(ENDPOINTS.get(request.url.path), described(error))
+    return failed(ENDPOINTS.get(request.url.path), described(error), given_id(request.headers))
 
 
 def described(error: Exception) -> Failure:

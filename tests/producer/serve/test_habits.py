@@ -27,6 +27,11 @@ def test_the_id_that_a_client_gives_comes_back_beside_the_jobs(served):
     )
     assert answer.headers["x-request-id"] == "mine"
     assert answer.json()["id"] == f"cmpl-{answer.headers['x-stoker-job']}"
+    given = {"X-Request-Id": "mine"}
+    no_json = httpx.post(f"{served.url}/v1/completions", headers=given)
+    elsewhere = httpx.get(f"{served.url}/v1/models", headers={**given, "Host": "evil.example"})
+    for refused, status in ((no_json, 415), (elsewhere, 403)):
+        assert (refused.status_code, refused.headers["x-request-id"]) == (status, "mine")
 
 
 def test_pages_of_other_sites_may_call_only_if_they_are_named(served, serve):
