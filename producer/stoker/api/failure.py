@@ -22,9 +22,12 @@ from stoker_shared.errors import (
 )
 from stoker_shared.request import GenerationRequest
 
+TOO_LONG: Final = "context_length_exceeded"
+"""OpenAI's code by which clients know that they have to shorten their conversation."""
+
 _FAILURES: Final[Mapping[str, tuple[int, str | None]]] = {
     "ModelMismatch": (404, "model_not_found"),
-    "ContextLimitExceeded": (400, "context_length_exceeded"),
+    **dict.fromkeys(("ContextLimitExceeded", "RequestTooLarge", "BlockPoolTooSmall"), (400, TOO_LONG)),
     "AgentNotFound": (404, "agent_not_found"),
     "AgentVersionConflict": (409, "agent_version_conflict"),
     "GenerationTimedOut": (504, "generation_timed_out"),

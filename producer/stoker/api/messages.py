@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from stoker.api.deltas import Delta, Deltas, content_of
 from stoker.api.endpoint import ApiCall, Endpoint, EventWriter, event, take_flag
-from stoker.api.failure import Failure, FieldRefused
+from stoker.api.failure import TOO_LONG, Failure, FieldRefused
 from stoker.api.fields import (
     BodyOptions,
     Rule,
@@ -483,14 +483,12 @@ _ERROR_TYPES: Final = {
 }
 """By status; other statuses below 500 are `invalid_request_error`, and the rest `api_error`."""
 
-_TOO_LONG: Final = ("ContextLimitExceeded", "RequestTooLarge", "BlockPoolTooSmall")
-"""A worker's errors. Clients shorten their conversation when a message begins with "prompt is too long"."""
-
 
 def _error_body(failure: Failure) -> dict[str, Any]:
+    """Clients shorten their conversation when a message begins with "prompt is too long"."""
     other = "invalid_request_error" if failure.status < 500 else "api_error"
     message = str(failure)
-    if message.partition(":")[0] in _TOO_LONG:
+    if failure.error["code"] == TOO_LONG:
         found = re.search(r"prompt of (\d+) tokens.* context is (\d+)", message)
         message = f"prompt is too long: {f'{found[1]} tokens > {found[2]} maximum' if found else message}"
     error = {"type": _ERROR_TYPES.get(failure.status, other), "message": message}

@@ -55,6 +55,8 @@ def test_a_text_answer_is_a_text_completion_with_logprobs_by_column(logprobs):
         ("InvalidRequest: top_p: too large", 400, "invalid_value"),
         ("ModelMismatch: the job names 'gpt'", 404, "model_not_found"),
         ("ContextLimitExceeded: 5000 over 4096", 400, "context_length_exceeded"),
+        ("RequestTooLarge: the text is 9 MB", 400, "context_length_exceeded"),
+        ("BlockPoolTooSmall: Cannot allocate", 400, "context_length_exceeded"),
         ("AgentNotFound: there is no agent 'a'", 404, "agent_not_found"),
         ("AgentVersionConflict: 4 is not 5", 409, "agent_version_conflict"),
         ("GenerationTimedOut: after 3600 s", 504, "generation_timed_out"),
