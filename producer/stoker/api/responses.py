@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from stoker.api.deltas import Delta, Deltas
 from stoker.api.endpoint import ApiCall, Endpoint, EventWriter, event, own_fields, take_flag
-from stoker.api.failure import Failure, FieldRefused
+from stoker.api.failure import TOO_LONG, Failure, FieldRefused
 from stoker.api.fields import (
     BodyOptions,
     Rule,
@@ -335,6 +335,8 @@ def frame(of: str, created_s: int, kept: Mapping[str, Any], status: str) -> dict
 
 def failed_response(frame: Mapping[str, Any], failure: Failure) -> dict[str, Any]:
     code = "invalid_prompt" if failure.status == 400 else "server_error"
+    if failure.error["code"] == TOO_LONG:
+        code = TOO_LONG
     return {**frame, "status": "failed", "error": {"code": code, "message": str(failure)}}
 
 

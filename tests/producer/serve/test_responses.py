@@ -25,9 +25,9 @@ from tests.producer.played_worker import result_fields
 from tests.producer.serve.conftest import serving_at
 from tests.support.wait import wait_for
 
-from stoker.api.failure import Failure, FieldRefused
+from stoker.api.failure import Failure, FieldRefused, of_worker
 from stoker.api.fields import BodyOptions
-from stoker.api.responses import RULES, URL, messages_of
+from stoker.api.responses import RULES, URL, failed_response, messages_of
 from stoker.serve import generation
 from stoker.serve.intake import CallHead, call_jobs
 from stoker.serve.settings import ANYBODY, ServeSettings, Tokens
@@ -219,6 +219,18 @@ def test_the_scores_of_a_text_before_a_call_are_in_a_stream_too(client):
     for answer in (client.responses.create(model="m", input=said, **asked), events(client, said, **asked)[-1].response):
         message, _ = answer.output
         assert [entry.logprob for entry in message.content[0].logprobs] == [-0.5]
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [
+        ("ContextLimitExceeded: x", "context_length_exceeded"),
+        ("TemplateError: x", "invalid_prompt"),
+        ("EngineFailed: x", "server_error"),
+    ],
+)
+def test_a_response_that_failed_tells_clients_whether_its_prompt_was_too_long(reason, code):
+    assert failed_response({}, of_worker(reason, None))["error"]["code"] == code
 
 
 # --- stored ---
