@@ -50,7 +50,7 @@ class Json(JSONResponse):
         return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode(errors="backslashreplace")
 
 
-def failed(endpoint: Endpoint | None, failure: Failure, headers: Mapping[str, str] | None = None) -> JSONResponse:
+def failed(endpoint: Endpoint | None, failure: Failure, headers: Mapping[str, str]) -> JSONResponse:
     """The response that describes a failure, in the form of the endpoint's API, or without one in OpenAI's. Its header
     tells the clients' packages whether to try again by themselves."""
     own = {"x-should-retry": "true" if failure.retryable else "false"}
@@ -58,9 +58,9 @@ def failed(endpoint: Endpoint | None, failure: Failure, headers: Mapping[str, st
         own["retry-after"] = str(failure.retry_after_s)
     if failure.status == 401:
         own["www-authenticate"] = "Bearer"
-    failure.request_id = (headers or {}).get(ANTHROPICS_ID)
+    failure.request_id = headers.get(ANTHROPICS_ID)
     body = failure.body if endpoint is None else endpoint.failure(failure)
-    return Json(body, failure.status, headers={**(headers or {}), **own})
+    return Json(body, failure.status, headers={**headers, **own})
 
 
 async def on_error(request: Request, error: Exception) -> JSONResponse:
