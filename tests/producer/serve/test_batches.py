@@ -259,7 +259,7 @@ def test_metadata_with_half_a_surrogate_pair_does_not_break_the_list(client):
 def test_uploads_that_cannot_be_batches_are_refused(client):
     with pytest.raises(openai.BadRequestError, match="purpose"):
         client.files.create(file=("x", b"x"), purpose="fine-tune")
-    with pytest.raises(openai.BadRequestError, match="expires_after.*until they are deleted"):
+    with pytest.raises(openai.BadRequestError, match=r"expires_after.*until they are deleted"):
         client.files.create(file=("x", b"x"), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600})
     with pytest.raises(openai.NotFoundError):
         client.batches.create(input_file_id="file-none", endpoint=CHAT, completion_window="24h")
