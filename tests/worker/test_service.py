@@ -94,7 +94,14 @@ UNIT = ServiceUnit("night", (sys.executable, "run", ODD), Path("/tmp"), {"STOKER
 
 
 def test_the_unit_runs_these_options_with_the_variables_of_stoker_and_more_time_than_the_grace():
-    kept = {"STOKER_GRACE_S": "5", "HF_HOME": "/models", "PATH": "/bin", "AWS_REGION": "r", "https_proxy": "http://p"}
+    kept = {
+        "STOKER_GRACE_S": "5",
+        "HF_HOME": "/models",
+        "PATH": "/bin",
+        "AWS_REGION": "r",
+        "https_proxy": "http://p",
+        "SSL_CERT_FILE": "/ca",
+    }
     environment = {**kept, "SSH_AUTH_SOCK": "x"}
     unit = worker_unit("night", ["--max-batch", "8"], grace_s=4.5, environment=environment)
     assert unit.command == (sys.executable, "-P", "-m", "stoker_worker", "run", "--max-batch", "8")

@@ -27,10 +27,13 @@ RESTART_S: Final = 30
 _SAVING_S: Final = 30
 """Time after the grace to give back the jobs that were cut short, and for the embedded server to write its file."""
 
-# A service starts with almost no variables. PATH finds redis-server, HF_* the models that are downloaded already, AWS_*
-# the shared store.
+# A service starts with almost no variables. PATH finds redis-server, HF_* and XDG_CACHE_HOME the models that are
+# downloaded already, AWS_* the shared store.
 _PROXIES: Final = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
-_KEPT: Final = ("HOME", "PATH", "PYTHONPATH", *_PROXIES, *map(str.lower, _PROXIES))
+_CERTIFICATES: Final = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE")  # a proxy may have its own
+_KEPT: Final = (
+    "HOME", "PATH", "PYTHONPATH", "XDG_CACHE_HOME", *_CERTIFICATES, *_PROXIES, *map(str.lower, _PROXIES),
+)  # fmt: skip
 _KEPT_PREFIXES: Final = (ENV_PREFIX, "HF_", "AWS_")
 
 

@@ -58,8 +58,8 @@ def install(context: click.Context, /, *, name: str, only_print: bool, run_optio
     """Install and start the service; repeat it to change the options.
 
     It runs `stoker-worker run` with these options, in this folder, with the variables HOME, PATH, PYTHONPATH,
-    STOKER_*, HF_*, AWS_* and those of proxies, as they are now. A worker that crashes is started again; one that was
-    told to stop is not.
+    XDG_CACHE_HOME, STOKER_*, HF_*, AWS_* and those of proxies and certificates, as they are now. A worker that crashes
+    is started again; one that was told to stop is not.
     """
     from stoker_worker.service import manager_here, worker_unit
 
