@@ -198,6 +198,28 @@ def test_a_damaged_store_costs_one_job(scene: Scene, monkeypatch: pytest.MonkeyP
     assert isinstance(error_in(scene.finisher.next()[1]), ZeroDivisionError)
 
 
+def test_a_panic_in_a_library_costs_one_job(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one in Rust, as tokenizers are. Its exception is no `Exception`."""
+
+    class PanicException(BaseException):
+        pass
+
+    real = scene.store.open_agent
+
+    def open_agent(agent_id: str) -> object:
+        if agent_id == "odd":
+            raise PanicException("index out of bounds")
+        return real(agent_id)
+
+    monkeypatch.setattr(scene.store, "open_agent", open_agent)
+    scene.put("odd")
+    scene.put("sound")
+    scene.loader.start()
+    assert scene.engine.next().job_id == "job-sound"
+    error = error_in(scene.finisher.next()[1])
+    assert str(error) == "PanicException: index out of bounds"
+
+
 def test_a_sequence_shares_its_beginning_only_with_those_that_share_its_blocks(scene: Scene) -> None:
     scene.put("a", prompt="x")
     scene.put("b", prompt="x", cache_salt="salt")

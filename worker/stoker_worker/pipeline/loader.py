@@ -18,6 +18,7 @@ from stoker_shared.errors import (
     WorkerLostTooOften,
 )
 from stoker_shared.request import GenerationRequest
+from stoker_shared.text import one_line
 from stoker_shared.wire import MAX_ATTEMPTS
 from stoker_worker.pipeline.engine_thread import EngineThread
 from stoker_worker.pipeline.finisher import Finisher
@@ -95,6 +96,9 @@ class Loader(threading.Thread):
                 continue
             except Exception as error:  # a bad request or a damaged file fails one job only
                 self._finisher.put(job, Failed(error))
+                continue
+            except BaseException as panic:  # of a library in Rust, as tokenizers are
+                self._finisher.put(job, Failed(RuntimeError(one_line(panic))))
                 continue
             if outcome is not None:
                 self._finisher.put(job, outcome)
