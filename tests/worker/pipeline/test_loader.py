@@ -23,6 +23,7 @@ from stoker_shared.errors import (
     AgentVersionConflict,
     EngineFailed,
     InvalidRequest,
+    ModelMismatch,
     WorkerLostTooOften,
 )
 from stoker_worker.pipeline.job import NOTHING_RESTORED, Cancelled, Finished, GivenBack, Job, Replayed, RunsAgain
@@ -117,6 +118,21 @@ def test_the_expected_version_is_checked_only_for_a_delivery_without_an_answer(s
     assert (job.job_id, answered) == ("saved", Replayed({"text": "done"}))
     assert isinstance(error_in(late), AgentVersionConflict)
     assert isinstance(error_in(none), AgentNotFound)
+
+
+def test_a_saved_turn_is_the_answer_also_after_the_jobs_timeout_and_at_a_worker_with_another_model(
+    scene: Scene,
+) -> None:
+    """A failed job would not show that its turn is in the transcript."""
+    late, elsewhere = scene.put("a", job_id="late"), scene.put("a", job_id="elsewhere", model="another")
+    save(scene, late, "one")
+    save(scene, elsewhere, "two")
+    late.cancel.set("timed out")
+    scene.put("a", job_id="refused", model="another")
+    scene.loader.start()
+    first, second, refused = (scene.finisher.next()[1] for _ in range(3))
+    assert (first, second) == (Replayed({"text": "one"}), Replayed({"text": "two"}))
+    assert isinstance(error_in(refused), ModelMismatch)
 
 
 def unreadable(*args: Any) -> Any:

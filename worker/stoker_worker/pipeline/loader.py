@@ -22,7 +22,7 @@ from stoker_shared.text import one_line
 from stoker_shared.wire import MAX_ATTEMPTS
 from stoker_worker.pipeline.engine_thread import EngineThread
 from stoker_worker.pipeline.finisher import Finisher
-from stoker_worker.pipeline.job import AgentChange, Failed, Finished, Job, Replayed, RunsAgain, cut_short
+from stoker_worker.pipeline.job import AgentChange, Failed, Finished, Job, Outcome, Replayed, RunsAgain, cut_short
 from stoker_worker.pipeline.prompt import SystemPrompts, build_prompt, check_expectations, fitted, reusable_ids
 from stoker_worker.ports import (
     NOT_COUNTED,
@@ -83,7 +83,7 @@ class Loader(threading.Thread):
         model = self._loaded.result()
         tokenizer = model.tokenizer.fork()
         while (job := self._claimed.get()) is not None:
-            if job.cancel.reason is not None:
+            if job.cancel.reason in ("withdrawn", "stopping"):
                 self._finisher.put(job, cut_short(job))
                 continue
             if isinstance(job.claimed.request, AgentRequest):
@@ -106,12 +106,9 @@ class Loader(threading.Thread):
                 job.has_next = not self._claimed.empty()
                 self._engine.put(job)
 
-    def _load(self, job: Job, model: LoadedModel, tokenizer: TokenizerPort) -> Replayed | Finished | None:
-        """Prepare a job for the engine; returns its outcome if it was answered before or only counts its prompt."""
-        claimed = job.claimed
-        if claimed.model is not None and claimed.model != model.name:
-            raise ModelMismatch(f"the job asks for model {claimed.model!r}; this worker has loaded {model.name!r}")
-        unreadable, is_certain = self._look(job, claimed.last)
+    def _load(self, job: Job, model: LoadedModel, tokenizer: TokenizerPort) -> Outcome | None:
+        """Prepare a job for the engine; returns its outcome if it does not need the engine."""
+        unreadable, is_certain = self._look(job, job.claimed.last)
         try:
             return self._prepare(job, model, tokenizer, unreadable)
         except StokerError:
@@ -133,15 +130,18 @@ class Loader(threading.Thread):
 
     def _prepare(
         self, job: Job, model: LoadedModel, tokenizer: TokenizerPort, unreadable: AgentVersion | None
-    ) -> Replayed | Finished | None:
-        """`unreadable`: as `_look` returned it."""
+    ) -> Outcome | None:
+        """`unreadable`: as `_look` returned it. The history comes first: no job may fail whose turn is saved."""
         claimed = job.claimed
         if (answer := self._answer(job)) is not None:
             return Replayed(answer)
+        if job.cancel.reason is not None:
+            return cut_short(job)
+        if claimed.model is not None and claimed.model != model.name:
+            raise ModelMismatch(f"the job asks for model {claimed.model!r}; this worker has loaded {model.name!r}")
         job.filled_in = request = self._defaults.filled_in(job.request)
         job.agent = agent = unreadable or self._agent(job)
         if claimed.losses_alone >= MAX_ATTEMPTS:
-            # Only after the history: the last worker that died may have saved the turn.
             raise WorkerLostTooOften(f"alone in flight while {claimed.losses_alone} workers died")
         if agent is not None:
             check_expectations(request, agent)
