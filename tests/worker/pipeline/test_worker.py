@@ -173,6 +173,17 @@ def test_a_worker_whose_engine_broke_claims_nothing_more() -> None:
     assert (queue.claims, len(queue.given_back)) == (1, 1)
 
 
+@pytest.mark.parametrize("thread", ["fetcher.Fetcher.run", "loader.Loader.run", "finisher.Finisher._run"])
+def test_a_worker_with_a_thread_that_died_ends_with_an_error(monkeypatch: pytest.MonkeyPatch, thread: str) -> None:
+    """Otherwise jobs would wait for that thread for ever, and after a good end no service starts the worker again."""
+    monkeypatch.setattr(f"stoker_worker.pipeline.{thread}", lambda self: None)
+    queue = InMemoryQueue()
+    queue.enqueue(job_id="a")
+    with pytest.raises(EngineFailed, match="a thread of the worker has died"):
+        Worker(read_settings({"poll_s": 0.001}), queue, PlayedStore(), fast()).run()
+    assert queue.state("a") in ("queued", "started")
+
+
 def run_burst(queue: InMemoryQueue, **settings: Any) -> PlayedStore:
     store = PlayedStore()
     Worker(read_settings({"burst": True, "poll_s": 0.005, **settings}), queue, store, fast()).run()

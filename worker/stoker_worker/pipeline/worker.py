@@ -100,7 +100,7 @@ class Worker:
         """
         Raises:
             ModelNotLoadable: the model could not be loaded.
-            EngineFailed: the engine broke; its jobs were given back.
+            EngineFailed: the engine broke, and its jobs were given back; or a thread died, with jobs in flight.
             QueueHeld: another worker took over, and puts this one's jobs back.
         """
         self._heartbeat.start()
@@ -157,7 +157,7 @@ class Worker:
         self._queue.announce(serving)
         self._fetcher.serve(width.jobs)
         log.info("ready: %s", serving)
-        self._drain()
+        is_whole = self._drain()
         # In the order in which a job passes through them: nothing is put into a stage that has ended.
         self._join(self._fetcher)
         self._loader.finish()
@@ -168,18 +168,21 @@ class Worker:
         self._join(*self._finisher.threads)
         if self._engine.error is not None:
             raise EngineFailed(f"the engine broke: {self._engine.error}") from self._engine.error
+        if not is_whole:  # a service starts a worker again only after an error
+            raise EngineFailed("a thread of the worker has died: the jobs in flight are left to recovery")
 
     def _is_to_stop(self) -> bool:
         return bool(self._stop_requests) or self._heartbeat.deposed.is_set()
 
-    def _drain(self) -> None:
-        """Wait until the fetcher has left, by itself or because of a stop."""
+    def _drain(self) -> bool:
+        """Wait until the fetcher has left, by itself or because of a stop; ``False``: a thread has died."""
         while not self._fetcher.left.wait(_LOOK_S):
-            if not (self._finisher.is_alive() and (self._fetcher.is_alive() or self._fetcher.left.is_set())):
-                log.error("a fetcher or finisher thread has died: the jobs in flight are left to recovery")
+            is_fetching = self._fetcher.is_alive() or self._fetcher.left.is_set()
+            if not (is_fetching and self._loader.is_alive() and self._finisher.is_alive()):
                 self._fetcher.leave()
-                return
+                return False
             self._stop_if_asked()
+        return True
 
     def _stop_if_asked(self) -> None:
         engine_died = self._engine.error is not None or not self._engine.is_alive()
