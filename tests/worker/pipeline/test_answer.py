@@ -237,6 +237,8 @@ OBJECT = {"response_format": {"type": "json_object"}}
         (OBJECT, "eos", '{"a": NaN}', None),
         (OBJECT, "eos", '{"a": -1e999}', {"a": -sys.float_info.max}),
         (OBJECT, "eos", "[" * 100_000, None),
+        (OBJECT, "eos", '{"a": ' * 300 + "1" + "}" * 300, None),
+        (OBJECT, "eos", '{"\\ud83d": 1}', None),
         ({"response_format": {"type": "text"}}, "eos", "{}", None),
         ({"guide": {"regex": "[0-9]+"}}, "eos", "12", None),
     ],

@@ -13,6 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from pydantic_core import to_jsonable_python
+
 from stoker_shared.answer_parts import Markers, Parts, cut
 from stoker_shared.message import Message
 from stoker_shared.request import GenerationRequest
@@ -274,13 +276,14 @@ def _is_id(own: Any) -> bool:
 
 
 def parsed_answer(request: GenerationRequest, completion: CompletedGeneration, content: str) -> Any:
-    """The JSON value of `content`, the text without thinking; ``None`` if no JSON was asked for, or if `max_tokens` or
-    a stop string has cut the answer off."""
+    """The JSON value of `content`, the text without thinking; ``None`` if no JSON was asked for, if `max_tokens` or a
+    stop string has cut the answer off, or if no result can have the value."""
     if not request.is_formed or completion.ended_by != "eos":
         return None
     try:
-        return json.loads(content, parse_constant=_refuse, parse_float=lambda digits: _in_range(float(digits)))
-    except (ValueError, RecursionError):  # a schema may nest without end
+        value = json.loads(content, parse_constant=_refuse, parse_float=lambda digits: _in_range(float(digits)))
+        return to_jsonable_python(value)
+    except (ValueError, RecursionError):  # it nests too deeply, or a key has half of a surrogate pair
         return None
 
 
