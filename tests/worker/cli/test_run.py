@@ -1,16 +1,17 @@
-"""`stoker-worker run` that is refused: what it leaves behind."""
+"""`stoker-worker run` that is refused or deposed: what it leaves behind, and how it ends."""
 
 import json
 import sqlite3
 import subprocess
 import sys
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.worker.memory.agents import using
 
-from stoker_shared.errors import StoreUnusable
+from stoker_shared.errors import QueueHeld, StoreUnusable
 from stoker_worker.cli import main
 from stoker_worker.settings import read_settings
 
@@ -57,3 +58,47 @@ def test_a_damaged_page_of_the_agents_is_named_with_the_way_on(tmp_path: Path) -
     settings = read_settings({"store": folder})
     with closing(main._agents(settings)) as agents, pytest.raises(StoreUnusable, match="memory salvage"):
         main._own_store(settings, agents)
+
+
+class Exited(BaseException):
+    """The process has ended."""
+
+
+class DeposedWhileItLoads:
+    """A worker whose engine thread still loads the model when another worker has taken its lease."""
+
+    state = None
+
+    def __init__(self, *parts: object) -> None:
+        pass
+
+    def request_stop(self) -> None:
+        pass
+
+    def install_signal_handlers(self) -> None:
+        pass
+
+    def run(self) -> None:
+        raise QueueHeld("another worker has taken over the queue")
+
+    def is_still_loading(self) -> bool:
+        return True
+
+
+def test_a_worker_deposed_while_its_model_loads_ends_at_once_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python's own exit would wait for a download of hours, and no service would start the worker again meanwhile."""
+
+    def leave(code: int) -> None:
+        raise Exited(code)
+
+    parts = SimpleNamespace(rq_queue=None, depths=SimpleNamespace(read=None), registration=SimpleNamespace())
+    monkeypatch.setattr("stoker_worker.queue.rq_queue.open_queue", lambda *args, **options: nullcontext(parts))
+    monkeypatch.setattr("stoker_worker.pipeline.worker.Worker", DeposedWhileItLoads)
+    monkeypatch.setattr("logging.shutdown", lambda: None)
+    monkeypatch.setattr("os._exit", leave)
+    settings = read_settings({"engine": "scripted", "store": tmp_path / "store"})
+    with pytest.raises(Exited) as left:
+        main._run(settings)
+    assert left.value.args == (1,)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from stoker_shared.environment import ENV_PREFIX, SHOWN, publish
-from stoker_shared.errors import StoreUnusable
+from stoker_shared.errors import QueueHeld, StoreUnusable
 from stoker_shared.help_layout import SETTINGS, LaidOutGroup, examples
 from stoker_shared.text import mask_url
 from stoker_worker.cli.config_command import config
@@ -91,6 +91,7 @@ def _run(settings: "WorkerSettings") -> None:
     provider = _provider(settings)
     watch = Watch()
     watch.is_standby = settings.standby
+    deposed: QueueHeld | None = None
     with ExitStack() as cleanup:
         _serve_metrics(settings, watch, cleanup)
         # Before the queue: a worker that sleeps can lose its lease but not its store, which another then cannot open.
@@ -110,12 +111,17 @@ def _run(settings: "WorkerSettings") -> None:
         if not settings.ignore_shutdown_command:
             queue.registration.on_shutdown = worker.request_stop
         worker.install_signal_handlers()
-        worker.run()
+        try:
+            worker.run()
+        except QueueHeld as error:  # it is logged
+            deposed = error
     log.info("stopped")
     if worker.is_still_loading():
         # All is closed. Python's own exit would wait for a download, and MLX aborts a process that exits while it runs.
         logging.shutdown()
-        os._exit(0)
+        os._exit(1 if deposed else 0)
+    if deposed is not None:
+        raise deposed
 
 
 def _embedded_redis(settings: "WorkerSettings", cleanup: ExitStack) -> str:
