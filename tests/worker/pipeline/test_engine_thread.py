@@ -252,6 +252,24 @@ def test_a_choice_that_is_refused_leaves_none_of_the_others_in_the_engine(runnin
     assert (engine.left, thread.is_busy()) == ({}, False)
 
 
+class PanicException(BaseException):
+    """As a library in Rust raises, such as one for grammars."""
+
+
+def test_a_panic_when_a_job_enters_the_engine_fails_that_job_alone(running):
+    def panic():
+        raise PanicException("index out of bounds")
+
+    thread, engine, finisher = running
+    job = job_of(2)
+    job.guide = SimpleNamespace(fork=panic)
+    thread.put(job)
+    failed, outcome = finisher.next()
+    assert (failed, str(outcome.error)) == (job, "PanicException: index out of bounds")
+    thread.put(ready("b", has_next=False))
+    assert engine.steps.get(timeout=TIMEOUT_S) == ["b"]
+
+
 SHARES = ("salt",)
 
 

@@ -259,10 +259,10 @@ class EngineThread(threading.Thread):
         try:
             for work in works_of(job):
                 uids.append(engine.submit(work))
-        except Exception as error:
+        except BaseException as error:
             for uid in uids:
                 engine.cancel(uid)
-            self._finisher.put(job, Failed(error))
+            self._finisher.put(job, Failed.by(error))
             return
         job.drop_arrays()
         choices = Choices(job, uids)

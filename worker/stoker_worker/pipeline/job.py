@@ -6,11 +6,12 @@ thread writes to it; the claimed job inside is safe for any thread.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from stoker_shared.agents import AgentRequest
 from stoker_shared.errors import EngineFailed, GenerationTimedOut
 from stoker_shared.request import GenerationRequest
+from stoker_shared.text import one_line
 from stoker_worker.pipeline.prompt import Prompt
 from stoker_worker.ports import AgentVersion, AnswerGuide, CancelToken, ClaimedJob, CompletedGeneration, Restored
 
@@ -86,6 +87,11 @@ class Failed:
 
     error: Exception
     partial_text: str | None = None
+
+    @classmethod
+    def by(cls, error: BaseException) -> Self:
+        """By any error of a job's own. A panic in a library in Rust, as tokenizers are, is no `Exception`."""
+        return cls(error if isinstance(error, Exception) else RuntimeError(one_line(error)))
 
 
 @dataclass(frozen=True)

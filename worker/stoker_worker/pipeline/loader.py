@@ -18,7 +18,6 @@ from stoker_shared.errors import (
     WorkerLostTooOften,
 )
 from stoker_shared.request import GenerationRequest
-from stoker_shared.text import one_line
 from stoker_shared.wire import MAX_ATTEMPTS
 from stoker_worker.pipeline.engine_thread import EngineThread
 from stoker_worker.pipeline.finisher import Finisher
@@ -94,11 +93,8 @@ class Loader(threading.Thread):
             except SharedStoreAway as error:
                 self._finisher.put(job, RunsAgain(error))
                 continue
-            except Exception as error:  # a bad request or a damaged file fails one job only
-                self._finisher.put(job, Failed(error))
-                continue
-            except BaseException as panic:  # of a library in Rust, as tokenizers are
-                self._finisher.put(job, Failed(RuntimeError(one_line(panic))))
+            except BaseException as error:  # a bad request or a damaged file fails one job only
+                self._finisher.put(job, Failed.by(error))
                 continue
             if outcome is not None:
                 self._finisher.put(job, outcome)
