@@ -570,6 +570,19 @@ def test_a_checkpoint_there_has_no_tokens_that_were_forgotten_or_replaced(machin
     assert n_behind("third", (*LONG[:520], *ids(180, seed=2))) == [0]
 
 
+@pytest.mark.parametrize("kind", ["full", "hybrid"])
+def test_a_cache_that_is_written_after_its_agent_was_forgotten_elsewhere_does_not_stay(
+    machine: Start, share: Share, kind: str
+) -> None:
+    one, two = machine("one"), machine("two")
+    one.agent(model=MODELS[kind]).say(LONG[:300])
+    two.run("forget")
+    one.write_behind()  # this machine does not know of it yet
+    left = [path.name for path in files_below(share.objects) if path.suffix == ".safetensors"]
+    assert not [name for name in left if "tail" in name or "snapshot" in name]
+    assert not files_below(share.objects / "caches")
+
+
 # --- caches ---
 
 

@@ -40,7 +40,7 @@ from stoker_worker.memory.database import Connection, Damaged, key_of
 from stoker_worker.memory.eviction import DiskBudget
 from stoker_worker.memory.files import allocated_bytes, is_there
 from stoker_worker.memory.replica.bucket import MARKER, READ_LIMIT_S, Bucket, BucketAway
-from stoker_worker.memory.replica.versions import Versions
+from stoker_worker.memory.replica.versions import EMPTIED, Versions, version_name
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.transcripts import FULL_EVERY
 from stoker_worker.memory.turn_saver import chain_of
@@ -142,9 +142,8 @@ class SharedCaches:
                 names.append(name)
         self._bucket.put(manifest_name(key), manifest(version.number, names))
         self._bucket.remove(name for name in before if name.startswith(pieces_prefix(key)) and name not in names)
-        with self._parts.database.snapshot() as connection:
-            row = transcripts.find_agent(connection, agent_id)
-        if row is None or not row.version:  # it was forgotten meanwhile
+        there = self._bucket.find(version_name(agent_id, version.number))
+        if there is not None and there.n_bytes == len(EMPTIED):  # it was forgotten meanwhile, perhaps elsewhere
             remove_caches(self._bucket, agent_id)
         return version.number
 
