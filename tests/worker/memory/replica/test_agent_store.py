@@ -646,6 +646,26 @@ def test_an_agent_that_nobody_uses_is_forgotten_everywhere_and_a_copy_of_one_tha
     assert one.agent("unused").say(LONG[:20]) == 3
 
 
+def test_an_agent_whose_removal_was_cut_short_is_emptied_by_the_next_one(
+    machine: Start, share: Share, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = machine("one")
+    one.agent().say(LONG[:300])
+    replica = one.store.parts.replica
+
+    def be_cut_short(*args: object) -> None:
+        raise one.bucket.away("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one.versions, "empty_below", be_cut_short)
+        assert not replica.expire("agent", -1000.0)
+    one.notice_return()
+    assert replica.expire("agent", -1000.0)
+    first, last = (path.read_bytes() for path in files_below(share.objects / "agents"))
+    assert first == EMPTIED
+    assert b"tokens" not in last
+
+
 def test_the_upkeep_waits_for_no_job_of_an_agent(machine: Start) -> None:
     """The job may wait for the upkeep, which has the agent locked against other processes."""
     one = machine("one")

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -141,11 +141,16 @@ class SharedReplica(Replica):
         """Raises `BucketAway`, `SharedStoreAway`, `VersionTaken`, `OSError`, `Damaged`."""
         if (row := self._row(agent_id)) is None:
             return False
-        if self.versions.newest(agent_id, row.version) == row.version:
+        if (newest := self.versions.newest(agent_id, row.version)) == row.version:
             made_at = self.versions.made_at(agent_id, row.version)
             if made_at is None or self._bucket.time() - made_at < unused_s:
                 return False
             self.publish(NextVersion(agent_id, row.version + 1))
+            return True
+        with suppress(Damaged, Emptied):  # it went on elsewhere
+            there = self.versions.get(agent_id, newest)
+            if there is not None and there.record is None:  # forgotten, perhaps by an earlier call that was cut short
+                self._clean(agent_id, newest)
         return True
 
     def _bring_newest(self, agent_id: str, hint: int, *, anew: bool = False) -> None:
