@@ -163,7 +163,7 @@ def _check(turn: Turn, cache: SequenceCache) -> None:
 LOG_BYTES: Final = 1 << 17
 """Most bytes that a transaction adds to the write-ahead log, beside long texts."""
 
-_ROW_BYTES: Final = 32
+ROW_BYTES: Final = 32
 """For each new token and its text, in the log and in the database."""
 
 
@@ -249,7 +249,7 @@ class TurnSaver:
         self._known_models.add(turn.model.fingerprint)
         for path in self._pieces.keep_only(pieces, turn.agent_id, turn.version, outlived=saved.outlived):
             self._budget.notes.block_changed(path)
-        return saved.n_bytes + piece_bytes + LOG_BYTES + _ROW_BYTES * len(record.new_tokens)
+        return saved.n_bytes + piece_bytes + LOG_BYTES + ROW_BYTES * len(record.new_tokens)
 
     def _goes_on_from(self, turn: Turn, chain: BlockChain) -> Places:
         """The snapshots of the version before that lie within the tokens that the turn keeps."""
@@ -273,7 +273,7 @@ class TurnSaver:
     def _n_bytes(self, turn: Turn, chain: BlockChain | None) -> int:
         """The approximate size of its cache files and its transaction."""
         spec, cache = turn.model.spec, turn.cache
-        n_bytes = LOG_BYTES + _ROW_BYTES * len(turn.transcript.token_ids)
+        n_bytes = LOG_BYTES + ROW_BYTES * len(turn.transcript.token_ids)
         if cache is None or chain is None:
             return n_bytes
         taken = (*cache.snapshots, *cache.checkpoints)

@@ -1,5 +1,6 @@
 """Conversations of agents that move from machine to machine: exact, each version once, and nothing lost in silence."""
 
+import errno
 import logging
 import os
 import threading
@@ -334,6 +335,25 @@ def test_a_turn_is_saved_though_the_disk_here_refuses_it(machine: Start, monkeyp
     assert two.agent().tokens() == LONG[:400]
     assert (one.agent().open().number, one.agent().tokens()) == (2, LONG[:400])
     assert not problems_of(one.store)
+
+
+def test_caches_make_room_for_a_version_that_comes_to_a_full_disk(
+    machine: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = machine("one"), machine("two")
+    one.agent().say(LONG[:300])
+    two.agent("idle").say(LONG)
+    database, blocks = two.store.parts.database, two.folder / "blocks"
+    n_before, commit = len(files_below(blocks)), database.commit
+
+    def refuse_until_there_is_room(run: Callable[..., Any]) -> Any:
+        if len(files_below(blocks)) == n_before:
+            raise OSError(errno.ENOSPC, "full")
+        return commit(run)
+
+    monkeypatch.setattr(database, "commit", refuse_until_there_is_room)
+    assert two.store.look("agent")
+    assert (two.agent().open().number, two.agent().tokens()) == (1, LONG[:300])
 
 
 # --- damage ---

@@ -29,7 +29,7 @@ from stoker_worker.memory.replica.caches import remove_caches
 from stoker_worker.memory.replica.versions import Emptied, SharedVersion, Versions
 from stoker_worker.memory.store_parts import NEVER_MADE, Forgotten, NextVersion, Replica, StoreParts, opened
 from stoker_worker.memory.transcripts import AgentRow, Ended
-from stoker_worker.memory.turn_saver import chain_of
+from stoker_worker.memory.turn_saver import LOG_BYTES, ROW_BYTES, chain_of
 from stoker_worker.ports import AgentVersion, LastVersion
 
 _log = logging.getLogger(__name__)
@@ -51,13 +51,16 @@ class SharedReplica(Replica):
         bucket: Bucket,
         *,
         on_brought: Callable[[str], None] = lambda agent_id: None,
+        with_room: Callable[[Callable[[], None], Callable[[], int]], None] = lambda save, n_bytes: save(),
     ) -> None:
-        """`on_brought`: called with the id of an agent whose newest version here may have become another one."""
+        """`on_brought`: called with the id of an agent whose newest version here may have become another one.
+        `with_room`: as `DiskBudget.with_room`."""
         self._parts = parts
         self._database = parts.database
         self._bucket = bucket
         self.versions = Versions(bucket)
         self._on_brought = on_brought
+        self._with_room = with_room
         self._locks = [threading.RLock() for _ in range(_N_LOCKS)]
         self._meeting = threading.Lock()
         self._noting = threading.Lock()
@@ -190,7 +193,8 @@ class SharedReplica(Replica):
             if chain[-1].record is None:
                 self._forget(chain[-1])
             else:
-                self._database.commit(partial(adopt, versions=chain, before=row, keeps_before=follows))
+                change = partial(adopt, versions=chain, before=row, keeps_before=follows)
+                self._with_room(lambda: self._database.commit(change), lambda: _log_bytes(chain))
         except Damaged as damage:
             raise self._lost(agent_id, newest, damage) from damage
         finally:
@@ -266,6 +270,11 @@ def opened_with_shared(path: Path) -> Iterator[StoreParts]:
         if note is not None:
             parts.replica = SharedReplica(parts, Bucket(note.url))
         yield parts
+
+
+def _log_bytes(versions: Sequence[SharedVersion]) -> int:
+    """About what it takes to write them into the database."""
+    return LOG_BYTES + sum(ROW_BYTES * len(version.record.new_tokens) for version in versions if version.record)
 
 
 def checksum_of(connection: Connection, row: AgentRow | None, version: int) -> bytes | None:
