@@ -160,6 +160,30 @@ def test_agents_that_are_other_ones_there_are_named_and_stay_as_they_are(
     assert (one.agent("longer").open().number, one.agent("mine").open().number) == (5, 2)
 
 
+def test_an_agent_that_lacks_its_last_turn_is_named_until_that_is_settled(
+    machine: Start, share: Share, tmp_path: Path
+) -> None:
+    """Elsewhere an `append` would go on without the turn."""
+
+    def run(*words: str) -> None:
+        done = CliRunner().invoke(main, ["memory", words[0], "--store", str(tmp_path / "one"), *words[1:]])
+        assert done.exit_code == 0, done.output
+
+    say_alone(tmp_path / "one", agent=2)
+    alone = open_store(tmp_path / "one")
+    for name in ("agent", "new"):
+        alone.mark_unsaved(name)
+    alone.close()
+    code, done = share_store(tmp_path / "one", share)
+    assert (code, sorted(done["refused"])) == (1, ["agent", "new"])
+    refuses(machine("one"))
+    run("rollback", "agent", "--to", "2")
+    run("rm", "new", "--yes")
+    assert share_store(tmp_path / "one", share)[0] == 0
+    two = machine("two")
+    assert (two.agent().open().number, two.agent().tokens()) == (3, LONG[:40])
+
+
 def test_a_copy_that_is_behind_is_shared_as_it_is(machine: Start, share: Share, tmp_path: Path) -> None:
     say_alone(tmp_path / "one", agent=3)
     share_store(tmp_path / "one", share)
