@@ -114,7 +114,13 @@ class AgentCacheStore(CacheStorePort):
         self._read_ahead = ReadAhead(parts, self.ram_cache)
         self._behind = None
         if shared is not None:
-            parts.replica = SharedReplica(parts, shared, on_brought=self._brought_in, with_room=self.budget.with_room)
+            parts.replica = SharedReplica(
+                parts,
+                shared,
+                keep_versions=keep_versions,
+                on_brought=self._brought_in,
+                with_room=self.budget.with_room,
+            )
             self._behind = CachesBehind(parts, shared, self.budget, max_bps=shared_max_bps)
         self.agent_jobs = AgentJobs(self, keep_versions=keep_versions)
 

@@ -642,6 +642,20 @@ def test_a_long_history_is_brought_in_by_its_last_whole_version(
     assert not problems_of(one.store)
 
 
+def test_a_machine_that_only_reads_an_agent_keeps_no_more_versions_than_one_that_writes_it(machine: Start) -> None:
+    one, two = machine("one"), machine("two")
+    for n in range(1, 51):
+        one.agent().say(LONG[: 10 * n])
+        assert two.agent().tokens() == LONG[: 10 * n]
+    kept: list[tuple[int, int]] = []
+    for m in (one, two):
+        with m.store.parts.database.snapshot() as connection:
+            kept += connection.execute("SELECT count(*), min(version) FROM turns").fetchall()
+    assert kept == kept[:1] * 2
+    assert kept[0][0] < 32
+    assert not problems_of(two.store)
+
+
 def test_an_agent_that_nobody_uses_is_forgotten_everywhere_and_a_copy_of_one_that_went_on_goes(
     machine: Start, share: Share
 ) -> None:

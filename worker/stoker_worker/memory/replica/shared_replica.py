@@ -50,15 +50,17 @@ class SharedReplica(Replica):
         parts: StoreParts,
         bucket: Bucket,
         *,
+        keep_versions: int | None = None,
         on_brought: Callable[[str], None] = lambda agent_id: None,
         with_room: Callable[[Callable[[], None], Callable[[], int]], None] = lambda save, n_bytes: save(),
     ) -> None:
-        """`on_brought`: called with the id of an agent whose newest version here may have become another one.
-        `with_room`: as `DiskBudget.with_room`."""
+        """`keep_versions`: as in `Asked`. `on_brought`: called with the id of an agent whose newest version here may
+        have become another one. `with_room`: as `DiskBudget.with_room`."""
         self._parts = parts
         self._database = parts.database
         self._bucket = bucket
         self.versions = Versions(bucket)
+        self._keep_versions = keep_versions
         self._on_brought = on_brought
         self._with_room = with_room
         self._locks = [threading.RLock() for _ in range(_N_LOCKS)]
@@ -193,7 +195,9 @@ class SharedReplica(Replica):
             if chain[-1].record is None:
                 self._forget(chain[-1])
             else:
-                change = partial(adopt, versions=chain, before=row, keeps_before=follows)
+                change = partial(
+                    adopt, versions=chain, before=row, keeps_before=follows, keep_versions=self._keep_versions
+                )
                 self._with_room(lambda: self._database.commit(change), lambda: _log_bytes(chain))
         except Damaged as damage:
             raise self._lost(agent_id, newest, damage) from damage
@@ -287,12 +291,17 @@ def checksum_of(connection: Connection, row: AgentRow | None, version: int) -> b
 
 
 def adopt(
-    connection: Connection, versions: Sequence[SharedVersion], before: AgentRow | None, *, keeps_before: bool
+    connection: Connection,
+    versions: Sequence[SharedVersion],
+    before: AgentRow | None,
+    *,
+    keeps_before: bool,
+    keep_versions: int | None = None,
 ) -> None:
     """Make the last of `versions`, a chain without empty ones, oldest first, the agent's newest here, within a
     transaction. `before`: the agent's row when the chain was read. `keeps_before`: whether the versions before the
-    chain are the shared store's too; otherwise they are removed. Raises `AgentVersionConflict`: the agent has changed
-    here meanwhile; `Damaged`: the chain gives no transcript."""
+    chain are the shared store's too; otherwise they are removed. `keep_versions`: as in `Asked`. Raises
+    `AgentVersionConflict`: the agent has changed here meanwhile; `Damaged`: the chain gives no transcript."""
     made, now = versions[-1], time.time()
     row = transcripts.find_agent(connection, made.agent_id)
     if _state(row) != _state(before):
@@ -303,7 +312,7 @@ def adopt(
         connection.execute("DELETE FROM turns WHERE agent = ? AND version >= ?", (row.number, first))
     for version in versions:
         assert version.record is not None  # it is not empty
-        row = transcripts.write_version(connection, row, version.record, keep_versions=version.number)
+        row = transcripts.write_version(connection, row, version.record, keep_versions=keep_versions or version.number)
         _note_deliveries(connection, row.number, version, may_run=version is versions[-1])
         if version.record.about.cache is not None and version.layout is not None:
             cache_index.note_model(connection, version.record.about.cache.model, version.layout)
