@@ -66,6 +66,9 @@ class RowGroup:
         if n_rows > self._places or longest > self._end:
             spare = n_rows // SPARE_SHARE if self._places > 1 else 0  # rows that come together may leave together
             self._rebuild(n_rows + spare, longest, n_left)
+        else:  # what earlier rows left in these places is masked, but zero times infinity would not be zero
+            for values in self._values:
+                values[len(self) : n_rows] = 0
         of_layers = zip(self._keys, self._values, zip(*of_rows, strict=True), strict=True)
         for keys, values, caches in of_layers:
             for place, (cache, length) in enumerate(zip(caches, lengths, strict=True), len(self)):
@@ -80,9 +83,8 @@ class RowGroup:
         """Take a row out; the last row takes its place. Call `shrink` after the last removal of a step."""
         index, last = self.rows.index(row), len(self) - 1
         if index != last:
-            start = self._end - self.lengths[last]
-            for array in (*self._keys, *self._values):
-                array[index : index + 1, :, start : self._end] = self._copy(array, last, start)
+            for array in (*self._keys, *self._values):  # the whole place, so that nothing of the leaving row stays
+                array[index : index + 1, :, : self._end] = self._copy(array, last, 0)
             self.lengths[index], self.rows[index] = self.lengths[last], self.rows[last]
         self.lengths.pop()
         self.rows.pop()
