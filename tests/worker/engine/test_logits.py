@@ -12,7 +12,7 @@ from tests.worker.engine.test_drafts import repeating
 from tests.worker.engine.tiny_models import VOCABULARY
 
 from stoker_shared import build_request
-from stoker_worker.engine.sampling import make_processors
+from stoker_worker.engine.sampling import make_processors, token_logprob
 from stoker_worker.ports.model import Batching
 
 pytestmark = pytest.mark.mlx
@@ -83,6 +83,21 @@ def test_where_a_grammar_allows_only_the_end_the_end_is_drawn():
     only_the_end = mx.full((1, 50), -mx.inf).at[:, 4].add(mx.inf)
     only_the_end = mx.where(mx.arange(50)[None] == 4, mx.zeros((1, 50)), only_the_end)
     assert processed(only_the_end, [], end_ids=frozenset({4}), min_tokens=3).argmax() == 4
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_reported_log_probabilities_are_as_exact_as_the_logits(dtype):
+    """In 16 bits, logits of about 20 and so log-probabilities near zero are multiples of 1/64 or 1/8."""
+    logits = mx.random.normal((1, 200), key=mx.random.key(4)) * 3
+    logits[0, 7], logits[0, 9] = 20.3, 18.1
+    logits = logits.astype(getattr(mx, dtype))
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    found = token_logprob(9, logprobs[0], n_top=2, tokenizer=Numbers())  # type: ignore[arg-type]
+    exact = np.asarray(logits[0].astype(mx.float32), np.float64)
+    exact -= np.log(np.exp(exact).sum())
+    assert [top.token for top in found.top_logprobs] == ["<7>", "<9>"]
+    assert [top.logprob for top in found.top_logprobs] == pytest.approx(exact[[7, 9]], abs=1e-3)
+    assert found.logprob == found.top_logprobs[1].logprob
 
 
 # --- in a batch ---

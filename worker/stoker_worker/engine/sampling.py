@@ -237,10 +237,12 @@ def token_logprob(token_id: int, logprobs: mx.array, *, n_top: int, tokenizer: T
     """The log-probability of a generated token, and those of the `n_top` likeliest in its place.
 
     Args:
-        logprobs: (vocabulary,), evaluated and normalised; after bias, penalties and a guide, before temperature and
-            filters. Tokens that a guide forbids are never among the likeliest.
+        logprobs: (vocabulary,), evaluated, and normalised in the model's precision; after bias, penalties and a guide,
+            before temperature and filters. Tokens that a guide forbids are never among the likeliest.
     """
     values = np.asarray(logprobs.astype(mx.float32))
+    # In 16 bits the logarithm of the sum was rounded: all values are too large or too small by the same amount.
+    values = values - np.log(np.exp(values).sum())
     likeliest = np.argsort(-values, kind="stable")[:n_top].tolist() if n_top else []
     return TokenLogprob(
         **about_token(token_id, tokenizer),
