@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from tests.support.real_model import behind_the_likeliest
-from tests.worker.engine.layouts import Layout, assert_right, breaks_at, prefix_of, random_ids, run, work
+from tests.worker.engine.layouts import Layout, assert_right, breaks_at, finish, prefix_of, random_ids, run, work
 from tests.worker.engine.reading import STAGES, read_along
 
 from stoker_shared import build_request
@@ -19,6 +19,7 @@ from stoker_shared.errors import EngineFailed
 from stoker_worker.engine import batch_engine, sampling
 from stoker_worker.engine.transfer import cache_to_save
 from stoker_worker.pipeline.prompt import fitted
+from stoker_worker.ports.model import Batching
 
 pytestmark = [pytest.mark.mlx, pytest.mark.slow]
 
@@ -103,6 +104,23 @@ def test_four_answers_of_32000_tokens_at_most_run_side_by_side_in_memory_for_102
     n_tokens = [len(one.prompt_ids) + len(end.generated_ids) for end, one in zip(done, works, strict=True)]
     assert n_tokens[:2] == [1024, 1024]
     assert [end.ended_by for end in done] == ["length" if n == 1024 else "eos" for n in n_tokens]
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_sequences_that_leave_before_a_token_of_them_is_prefilled_come_back(name, monkeypatch):
+    """A step may prefill nothing, because the sequences that decode are owed time."""
+    layout = Layout(name)
+    works = works_of(random.Random(16), (30, 8), (45, 8))
+    engine = layout.engine(batching=Batching.BATCHED)
+    uids = [engine.submit(one) for one in works]
+    with monkeypatch.context() as owed:
+        owed.setattr(engine._budget, "chunk_tokens", lambda **_: 0)
+        engine.step()
+    in_batch = list(engine._scheduler.in_batch())
+    assert [one.n_prefilled for one in in_batch] == [0, 0]
+    for sequence in in_batch:
+        assert list(engine._preempt(sequence)) == []
+    assert_right(layout, works, finish(engine, uids))
 
 
 # --- failures ---

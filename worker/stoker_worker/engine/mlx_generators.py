@@ -73,8 +73,11 @@ class BatchedGenerator(Generator):
         return caches
 
     def take_out(self, uid: int) -> TakenOut:
-        batch = self._generator._generation_batch
+        batch, prompts = self._generator._generation_batch, self._generator._prompt_batch
         self._scored.pop(uid, None)
+        if uid in prompts.uids and not prompts.tokens[prompts.uids.index(uid)]:  # after a step without prefill
+            self._generator.remove([uid])  # mlx-lm cannot extract a cache without tokens
+            return TakenOut(make_prompt_cache(self._model), 0, None, None)
         pending, logprobs = None, None
         if uid in batch.uids:
             index = batch.uids.index(uid)
