@@ -128,6 +128,21 @@ def test_the_context_length_comes_from_the_config_and_one_that_is_assumed_is_nam
 
 
 @pytest.mark.mlx
+@pytest.mark.parametrize(
+    ("config", "tokens"),
+    [
+        ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "hidden_size": 2560}}, 131072),
+        ({"model_type": "mamba"}, CONTEXT_FALLBACK_TOKENS),
+        ({"model_type": "no_such_model"}, CONTEXT_FALLBACK_TOKENS),
+    ],
+)
+def test_a_context_length_that_a_config_leaves_out_is_that_of_the_models_type(
+    config: dict[str, Any], tokens: int
+) -> None:
+    assert context_tokens({**config, "quantization": {"group_size": 64, "bits": 4}}) == tokens
+
+
+@pytest.mark.mlx
 def test_auto_means_the_stored_dtype_on_a_gpu_and_float32_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     import mlx.core as mx
 

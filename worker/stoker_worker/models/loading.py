@@ -155,12 +155,28 @@ def context_tokens(config: Mapping[str, Any]) -> int:
             value = part.get(key)
             if type(value) is int and value > 0:
                 return value
+    if (value := _left_out(config)) is not None:
+        return value
     _log.warning(
         "the model's config has none of %s: assuming a context of %d tokens",
         ", ".join(_CONTEXT_KEYS),
         CONTEXT_FALLBACK_TOKENS,
     )
     return CONTEXT_FALLBACK_TOKENS
+
+
+def _left_out(config: Mapping[str, Any]) -> int | None:
+    """The context length of the model's type in transformers, whose configs leave out what equals the type's own value
+    (those of Gemma 3 do); ``None`` if the type is unknown or has none."""
+    if "model_type" not in config:
+        return None
+    from transformers import AutoConfig
+
+    try:
+        value = AutoConfig.for_model(**config).get_text_config().max_position_embeddings
+    except Exception:  # of a type that transformers does not know, without this field, or with others it refuses
+        return None
+    return value if type(value) is int and value > 0 else None
 
 
 def _resolved_dtype(dtype: Dtype) -> str:
