@@ -124,7 +124,10 @@ def test_the_developer_role_becomes_system_unless_the_template_handles_it(templa
     assert rendered(template, {"role": "developer", "content": "Be brief."}).endswith(f"<{role}>Be brief.")
 
 
+@pytest.mark.parametrize("read", ["m.{}", "m['{}']", 'm.get("{}")'])
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
-def test_thinking_has_the_name_that_the_template_reads(name):
-    template = each("{{ '<' ~ m." + name + " ~ '>' if m." + name + " }}{{ m.content }}{# enable_thinking #}")
+def test_thinking_has_the_name_that_the_template_reads(name, read):
+    field = read.format(name)
+    prose = "{# enable_thinking, reasoning effort #}"  # gpt-oss's has these words, and reads `thinking`
+    template = each("{{ '<' ~ " + field + " ~ '>' if " + field + " }}{{ m.content }}" + prose)
     assert rendered(template, {"role": "assistant", "content": "Yes.", "reasoning": "Hm."}) == "<assistant><Hm.>Yes."

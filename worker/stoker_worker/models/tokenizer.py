@@ -78,7 +78,8 @@ class TemplateForms:
         """`template`: the text of the chat template, or of all templates if the model has several."""
         self._apply = apply
         self._developer = "developer" if _NAMES_DEVELOPER.search(template) else "system"
-        self._thinking = next((name for name in _THINKING if re.search(rf"\b{name}\b", template)), _THINKING[0])
+        fields = (name for name in _THINKING if re.search(rf"""[.'"]{name}\b""", template))  # not the word in prose
+        self._thinking = next(fields, _THINKING[0])
         self._form_of = cache(self._find_form)
 
     def fit(self, message: Mapping[str, Any], *, with_tools: bool) -> Mapping[str, Any]:
