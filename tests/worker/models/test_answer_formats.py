@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from tests.worker.models.tool_formats import ARGUMENTS, CALLS, TOOL, call_text, format_of, wrapper
+from tests.worker.models.tool_templates import Conversation, Family
 from tests.worker.pipeline.answers import answer_to
 
 from stoker_shared.answer_parts import cut
@@ -95,6 +96,45 @@ def test_markers_of_several_tokens_and_of_messages_are_known() -> None:
     assert (answer.reasoning, answer.content, len(answer.tool_calls or ())) == ("Hm.", "Hi.", 1)
     assert form.opening((1, 2, *form.think_start_ids)) == form.think_start_ids
     assert len(form.think_start_ids) > 1
+
+
+CHANNELS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
+IN_CHANNELS = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>{}"
+
+
+def test_the_channels_of_gpt_oss_are_thinking_and_text() -> None:
+    made = wrapper(None, CHANNELS)
+    form = answer_format(made)
+    preamble = "<|end|><|start|>assistant<|channel|>commentary<|message|>I look. "
+    for text, content in (
+        (IN_CHANNELS.format("Hm.", "Hi."), "Hi."),
+        (IN_CHANNELS.format("Hm." + preamble, "Hi."), "I look. Hi."),
+    ):
+        ids = tuple(made._tokenizer.encode(text + "<eos>", add_special_tokens=False))
+        answer = answer_to(text, form, ids=ids)
+        assert (answer.choice.text, answer.choice.reasoning, answer.choice.content) == (text, "Hm.", content)
+        assert answer.reasoning_tokens == len("Hm.")
+    assert answer_to("<|channel|>final<|message|>Hi.", form).choice.content == "Hi."
+    call = '{"name": "weather", "arguments": {}}'
+    forced = answer_to(f"<|channel|>analysis<|message|>Hm.<|end|>{call}", form, tools=[TOOL], tool_choice="required")
+    assert (forced.choice.reasoning, len(forced.choice.tool_calls or ())) == ("Hm.", 1)
+
+
+def test_an_agent_of_gpt_oss_goes_on_although_its_template_refuses_channels_in_an_answer() -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<|start|>user<|message|>{{ m.content }}<|end|>"
+        "{% elif '<|channel|>' in m.content %}{{ raise_exception('channels') }}"
+        "{% else %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    )
+    family = Family(None, CHANNELS, ("<|call|>", "<|return|>"), template, lambda *said: IN_CHANNELS.format(*said[::2]))
+    for context in ("append", "full"):
+        agent = Conversation(family, context)
+        agent.turn([{"role": "user", "content": "One?"}], calls=False, text="One.")
+        agent.turn([{"role": "user", "content": "Two?"}], calls=False, text="Two.")
+        text = agent.tokenizer.decode(agent.prompts[1][0].ids)
+        answered = "<|start|>user<|message|>One?<|end|><|start|>assistant<|channel|>final<|message|>One.<|end|>"
+        assert text == f"{answered}<|start|>user<|message|>Two?<|end|><|start|>assistant"
 
 
 @pytest.mark.parametrize(

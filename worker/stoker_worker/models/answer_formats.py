@@ -1,6 +1,7 @@
 """Reads the form of a model's answers from mlx-lm's tokenizer wrapper. Pure; imports neither MLX nor transformers."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -33,10 +34,17 @@ class _LimitedPattern:
         return partial(getattr(self._pattern, name), timeout=self._most_s)
 
 
+_CHANNELS: Final = frozenset({"<|start|>", "<|channel|>", "<|message|>", "<|end|>"})
+"""The tokens of gpt-oss's channels. mlx-lm does not know them, and the model's template refuses an answer with them."""
+
+_THINKING: Final = ("<|channel|>analysis<|message|>", "<|end|>")
+_MARKUP: Final = ("<|end|>", "<|start|>assistant", "<|channel|>commentary<|message|>", "<|channel|>final<|message|>")
+
+
 def answer_format(wrapper: Any) -> AnswerFormat:
     """`wrapper` is mlx-lm's `TokenizerWrapper`."""
     name = wrapper._tokenizer.init_kwargs.get("tool_parser_type") if wrapper.has_tool_calling else None
-    return AnswerFormat(
+    form = AnswerFormat(
         think_start=wrapper.think_start,
         think_end=wrapper.think_end,
         think_start_ids=tuple(wrapper.think_start_tokens or ()),
@@ -48,6 +56,24 @@ def answer_format(wrapper: Any) -> AnswerFormat:
         parse_call=with_time_limit(wrapper.tool_parser),
         edges=tuple(_edges(wrapper)),
         first_state=wrapper.response_initial_state or "normal",
+    )
+    knows_its_parts = wrapper.has_thinking or wrapper.response_transitions
+    return form if knows_its_parts else _with_channels(form, wrapper._tokenizer)
+
+
+def _with_channels(form: AnswerFormat, tokenizer: Any) -> AnswerFormat:
+    """The format with the channels of gpt-oss, if `tokenizer` has them."""
+    if not {token.content for token in tokenizer.added_tokens_decoder.values()} >= _CHANNELS:
+        return form
+    start, end = _THINKING
+    edges = [*form.edges, Edge("normal", start, "reasoning"), Edge("reasoning", end, "normal")]
+    return replace(
+        form,
+        think_start=start,
+        think_end=end,
+        think_start_ids=tuple(tokenizer.encode(start, add_special_tokens=False)),
+        think_end_ids=tuple(tokenizer.encode(end, add_special_tokens=False)),
+        edges=(*edges, *(Edge("normal", marker, "normal") for marker in _MARKUP)),
     )
 
 
