@@ -239,14 +239,14 @@ class _MarkedTokenizer:
         state = json.loads(tokenizer.backend_tokenizer.to_str())
         state["added_tokens"] = []
         self._backend = Tokenizer.from_str(json.dumps(state))
-        control = set(contents)
-        self._true_ids: dict[int, int] = {}
+        control, flags = set(contents), ("single_word", "lstrip", "rstrip", "normalized")
+        added = {}
         for true_id, token in sorted(tokenizer.added_tokens_decoder.items()):
             content = self.mark + token.content if token.content in control else token.content
-            flags = {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "normalized")}
-            self._backend.add_tokens([AddedToken(content, special=False, **flags)])
-            marked_id: Any = self._backend.token_to_id(content)
-            self._true_ids[marked_id] = true_id
+            added[true_id] = AddedToken(content, special=False, **{name: getattr(token, name) for name in flags})
+        self._backend.add_tokens([*added.values()])  # at once, because a call takes time for all that are there
+        id_of: Any = self._backend.token_to_id
+        self._true_ids: dict[int, int] = {id_of(token.content): true_id for true_id, token in added.items()}
         self._control_ids = {tokenizer.convert_tokens_to_ids(content) for content in contents} - set(self._true_ids)
 
     def encode(self, text: str) -> list[int]:
