@@ -138,6 +138,21 @@ def test_the_rest_after_a_plain_text_is_the_remaining_rendering(
     assert tokenizer.rest_of(rendered, after="x" + plain) is None
 
 
+def test_a_history_with_decomposed_letters_is_a_prefix_for_a_tokenizer_that_composes_them(wrapper: Any) -> None:
+    """As Qwen's does; names of files on a Mac are often decomposed."""
+    from tokenizers import normalizers
+
+    fork = ModelTokenizer(wrapper).fork()._wrapper
+    fork._tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    tokenizer = ModelTokenizer(fork)
+    history = [user("Re\u0301sume\u0301.txt"), Message(role="assistant", content="Yes.")]
+    ids = tokenizer.encode_rendered(render(tokenizer, *history, prompt=False))
+    whole = render(tokenizer, *history, user("<|im_end|> e\u0301"))
+    rest = tokenizer.rest_of(whole, after=tokenizer.decode(ids))
+    assert rest is not None
+    assert [*ids, *tokenizer.encode_rendered(rest)] == tokenizer.encode_rendered(whole)
+
+
 def test_special_start_treats_a_prompt_like_mlx_lm(wrapper: Any) -> None:
     from tokenizers import processors
 

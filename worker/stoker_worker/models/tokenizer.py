@@ -159,13 +159,16 @@ class ControlTokens:
         self._in_text = re.compile("|".join([_ESCAPE, *tokens]))
         self._in_rendered = re.compile("|".join([f"{_ESCAPE}(.)", *tokens]), re.DOTALL)
         self._marked: _MarkedTokenizer | None = None
+        normalizer = tokenizer.backend_tokenizer.normalizer
+        self._composed: Callable[[str], str] = normalizer.normalize_str if type(normalizer).__name__ == "NFC" else str
 
     def escape(self, value: Any, *, own_words: bool = False) -> Any:
-        """`value` with every string in it escaped, at any depth and in dict keys too. In the model's `own_words`,
-        control tokens stay control tokens."""
+        """`value` with every string in it escaped, at any depth and in dict keys too, and composed (NFC) if the
+        tokenizer does that. In the model's `own_words`, control tokens stay control tokens."""
         if isinstance(value, str):
             if own_words:
                 return value.replace(_ESCAPE, _ESCAPE * 2)
+            value = self._composed(value)  # else the text of the token ids, which `rest_of` compares, is another one
             return self._in_text.sub(lambda found: _ESCAPE + self._stand_ins.get(found[0], _ESCAPE), value)
         if isinstance(value, Mapping):
             return {self.escape(k, own_words=own_words): self.escape(v, own_words=own_words) for k, v in value.items()}
