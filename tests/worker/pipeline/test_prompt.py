@@ -85,6 +85,18 @@ def test_append_keeps_the_stored_ids_even_where_encoding_their_text_would_differ
     assert append(transcript, prompt="z").ids == (*b"xy", *odd, ord("z"))
 
 
+def test_appended_messages_do_not_get_the_space_that_a_tokenizer_puts_before_a_text():
+    class Spacing(ScriptedTokenizer):
+        def encode_rendered(self, rendered):
+            ids = super().encode_rendered(rendered)
+            return ids if ids[0] > 255 else [*b" ", *ids]
+
+    transcript = answered(first_turn(messages=[user("one")]), "two")
+    prompt = build_prompt(request(context="append", messages=[user("three")]), transcript, MODEL, Spacing())
+    whole = first_turn(messages=[user("one"), {"role": "assistant", "content": "two"}, user("three")])
+    assert (prompt.ids, prompt.rendered_anew) == (whole.ids, None)
+
+
 def test_a_turn_that_ended_by_length_is_closed_before_the_next_begins():
     transcript = answered(first_turn(messages=[user("one")]), "tw", ended_by="length", generated=b"tw")
     prompt = append(transcript, messages=[user("three")])

@@ -273,7 +273,14 @@ def _messages_prompt(
     delta = rendering.rest(rendered, whole, len(messages), after=tokenizer.decode(history.token_ids))
     if delta is None:
         return Prompt(tuple(tokenizer.encode_rendered(rendered)), whole, None, rendered_anew="template_rewrote_history")
-    return Prompt((*history.token_ids, *tokenizer.encode_rendered(delta)), whole, None)
+    return Prompt((*history.token_ids, *_encoded_rest(delta, history.token_ids[-1], tokenizer)), whole, None)
+
+
+def _encoded_rest(rest: str, last: int, tokenizer: TokenizerPort) -> list[int]:
+    """Token ids of the rest of a rendered conversation behind the token `last`. A `last` that ends a turn is encoded
+    with it, because some tokenizers put a space before a text."""
+    ids = tokenizer.encode_rendered(tokenizer.decode([last]) + rest) if last in tokenizer.eos_ids else []
+    return ids[1:] if ids[:1] == [last] else tokenizer.encode_rendered(rest)
 
 
 def _check_token_ids(request: GenerationRequest, model: LoadedModel) -> None:
