@@ -66,7 +66,7 @@ def _text_of(part: Any) -> str:
     raise ValueError("parts of 'content' must be objects with a 'type'")
 
 
-_MOST_TOOL_CALLS: Final = 1_000
+MOST_TOOL_CALLS: Final = 1_000
 
 
 def as_tuple(value: object) -> object:
@@ -92,7 +92,7 @@ class Message(BaseModel):
     name: str | None = None
     tool_calls: (
         Annotated[
-            tuple[dict[str, Any], ...], Field(max_length=_MOST_TOOL_CALLS, fail_fast=True), BeforeValidator(as_tuple)
+            tuple[dict[str, Any], ...], Field(max_length=MOST_TOOL_CALLS, fail_fast=True), BeforeValidator(as_tuple)
         ]
         | None
     ) = None

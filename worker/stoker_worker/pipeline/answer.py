@@ -16,7 +16,7 @@ from typing import Any, Final
 from pydantic_core import to_jsonable_python
 
 from stoker_shared.answer_parts import Markers, Parts, cut
-from stoker_shared.message import Message
+from stoker_shared.message import MOST_TOOL_CALLS, Message
 from stoker_shared.request import GenerationRequest
 from stoker_shared.result import (
     CacheReport,
@@ -191,6 +191,8 @@ class Calls:
             return one_line(error)
         if not read:
             return "there is no call between the markers"
+        if len(self.found) + len(read) > MOST_TOOL_CALLS:
+            return f"a message has at most {MOST_TOOL_CALLS} calls"
         if not is_closed and any(name not in self._names for name, _, _ in read):
             return "the call has no end, and names none of the tools"
         for name, arguments, own_id in read:
