@@ -31,7 +31,10 @@ def texts(form: AnswerFormat) -> list[str]:
     if form.first_state == "header":
         said = "<|eom|><|start|>assistant to=user<|message|> I look. <|eom|><|start|>assistant to=weather<|message|>"
         return [f"to=self<|message|> Hm. {said}{inside}" for inside in (call, odd, f"{call}\n{call} Done. ", "Done")]
-    start, end = form.think_start, form.think_end
+    start, end = (
+        next(edge.marker for edge in form.edges if (edge.state, edge.to) == way)
+        for way in (("normal", "reasoning"), ("reasoning", "normal"))
+    )
     return [
         f"{start}\nHm.\n{end}\n\nI look.\n{call}",
         f"\n{start} Hm. {odd}{end}{start}And. {end} I look. {call} Done.\n",

@@ -80,8 +80,6 @@ def _parse_call(text: str, _tools: abc.Sequence[Mapping[str, Any]] | None) -> An
 
 
 SCRIPTED_ANSWERS: Final = AnswerFormat(
-    think_start=_THINK[0],
-    think_end=_THINK[1],
     think_start_ids=tuple(_THINK[0].encode()),
     think_end_ids=tuple(_THINK[1].encode()),
     tool_start=_CALL[0],

@@ -45,8 +45,6 @@ def answer_format(wrapper: Any) -> AnswerFormat:
     """`wrapper` is mlx-lm's `TokenizerWrapper`."""
     name = wrapper._tokenizer.init_kwargs.get("tool_parser_type") if wrapper.has_tool_calling else None
     form = AnswerFormat(
-        think_start=wrapper.think_start,
-        think_end=wrapper.think_end,
         think_start_ids=tuple(wrapper.think_start_tokens or ()),
         think_end_ids=tuple(wrapper.think_end_tokens or ()),
         tool_start=wrapper.tool_call_start,
@@ -69,8 +67,6 @@ def _with_channels(form: AnswerFormat, tokenizer: Any) -> AnswerFormat:
     edges = [*form.edges, Edge("normal", start, "reasoning"), Edge("reasoning", end, "normal")]
     return replace(
         form,
-        think_start=start,
-        think_end=end,
         think_start_ids=tuple(tokenizer.encode(start, add_special_tokens=False)),
         think_end_ids=tuple(tokenizer.encode(end, add_special_tokens=False)),
         edges=(*edges, *(Edge("normal", marker, "normal") for marker in _MARKUP)),

@@ -150,8 +150,7 @@ class AnswerFormat:
     """The form of a model's answers.
 
     Attributes:
-        think_start, think_end: the markers around thinking; ``None`` for a model that has none.
-        think_start_ids, think_end_ids: their token ids; empty for a model that has none.
+        think_start_ids, think_end_ids: the token ids of the markers around thinking; empty for a model that has none.
         tool_start: the marker before a call; ``None`` for a model without a tool parser.
         tool_end: the marker after it; ``""``: calls last to the end of the answer.
         tool_start_ids: the token ids of `tool_start`.
@@ -160,8 +159,6 @@ class AnswerFormat:
         first_state: the state in which an answer begins, unless its prompt opens the thinking.
     """
 
-    think_start: str | None = None
-    think_end: str | None = None
     think_start_ids: tuple[int, ...] = ()
     think_end_ids: tuple[int, ...] = ()
     tool_start: str | None = None
