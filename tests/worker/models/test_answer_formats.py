@@ -98,6 +98,13 @@ def test_markers_of_several_tokens_and_of_messages_are_known() -> None:
     assert len(form.think_start_ids) > 1
 
 
+def test_calls_of_mistrals_with_ids_have_their_names_and_these_ids() -> None:
+    calls = '{0}weather[CALL_ID]VvvODy9mT[ARGS]{{"days": 3}}{0}look[CALL_ID]0123abcDE[ARGS]{{}}'.format("[TOOL_CALLS]")
+    found = answer_to(calls, format_of("mistral"), tools=[TOOL]).choice.tool_calls or []
+    assert [(call.function.name, call.id) for call in found] == [("weather", "VvvODy9mT"), ("look", "0123abcDE")]
+    assert [json.loads(call.function.arguments) for call in found] == [{"days": 3}, {}]
+
+
 CHANNELS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 IN_CHANNELS = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>{}"
 

@@ -1,6 +1,6 @@
 """Reads the form of a model's answers from mlx-lm's tokenizer wrapper. Pure; imports neither MLX nor transformers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -34,6 +34,24 @@ class _LimitedPattern:
         return partial(getattr(self._pattern, name), timeout=self._most_s)
 
 
+_CALL_ID: Final = regex.compile(r"\[CALL_ID\]([\w-]+)(?=\[ARGS\])")
+
+
+def with_call_ids(parser: ToolParser) -> ToolParser:
+    """The parser of Mistral's calls, also for ``name[CALL_ID]id[ARGS]{...}``: mlx-lm's takes the id there for the name.
+    The model's own id is kept, because the tool's result refers to it."""
+
+    def parse(text: str, tools: Sequence[Mapping[str, Any]] | None) -> Any:
+        ids = _CALL_ID.findall(text)
+        parsed = parser(_CALL_ID.sub("", text), tools)
+        if not ids:
+            return parsed
+        calls = parsed if isinstance(parsed, list) else [parsed]
+        return [{**call, "id": own} for call, own in zip(calls, ids, strict=True)]
+
+    return parse
+
+
 _CHANNELS: Final = frozenset({"<|start|>", "<|channel|>", "<|message|>", "<|end|>"})
 """The tokens of gpt-oss's channels. mlx-lm does not know them, and the model's template refuses an answer with them."""
 
@@ -44,6 +62,7 @@ _MARKUP: Final = ("<|end|>", "<|start|>assistant", "<|channel|>commentary<|messa
 def answer_format(wrapper: Any) -> AnswerFormat:
     """`wrapper` is mlx-lm's `TokenizerWrapper`."""
     name = wrapper._tokenizer.init_kwargs.get("tool_parser_type") if wrapper.has_tool_calling else None
+    parser = with_time_limit(wrapper.tool_parser)
     form = AnswerFormat(
         think_start_ids=tuple(wrapper.think_start_tokens or ()),
         think_end_ids=tuple(wrapper.think_end_tokens or ()),
@@ -51,7 +70,7 @@ def answer_format(wrapper: Any) -> AnswerFormat:
         tool_end=wrapper.tool_call_end,
         tool_start_ids=tuple(wrapper.tool_call_start_tokens or ()),
         tool_parser=name,
-        parse_call=with_time_limit(wrapper.tool_parser),
+        parse_call=with_call_ids(parser) if parser is not None and name == "mistral" else parser,
         edges=tuple(_edges(wrapper)),
         first_state=wrapper.response_initial_state or "normal",
     )
