@@ -8,8 +8,9 @@ import pytest
 from rq.job import Dependency, Job, JobStatus
 from rq.queue import Queue
 from rq.serializers import JSONSerializer
+from rq.utils import now
 from tests.worker.queue.ends import drop, fail, finish, stop
-from tests.worker.queue.looking import places
+from tests.worker.queue.looking import LEASE, places
 
 from stoker_shared.errors import OwnershipLost
 from stoker_shared.wire import FIELD_ATTEMPTS, TASK_PATH
@@ -97,6 +98,43 @@ def test_a_delivery_sent_twice_runs_once_and_shows_as_running(
     assert places(connection, "next") == ["wip"]
     queue.recover()
     assert places(connection, "job") == ["finished"]
+
+
+@pytest.mark.parametrize("status", [JobStatus.SCHEDULED, JobStatus.DEFERRED])
+@pytest.mark.parametrize("seen_by", ["watch", "end", "recovery"])
+def test_a_run_goes_on_when_its_enqueuer_saves_a_copy_from_before_the_job_was_queued(
+    redis_url, connection, queue, enqueue, status, seen_by
+):
+    """As after `enqueue_in` or `depends_on`: the status of the enqueuer's own object is that of its enqueueing."""
+    copy = enqueue("job")
+    copy._status = status
+    enqueue("next")
+    (job,) = claim(queue)
+    copy.save()
+    if seen_by == "watch":
+        assert queue.withdrawn({}) == []
+        assert connection.hget("rq:job:job", "status") == b"started"
+    if seen_by == "recovery":
+        connection.delete(LEASE)  # its worker is lost
+        with open_queue(read_settings({"redis_url": redis_url}), redis_url) as alive:
+            assert alive.rq_queue.recover() == 1
+            (job,) = claim(alive.rq_queue)
+            assert (job.job_id, job.attempt) == ("job", 2)
+            finish(job, RESULT)
+    else:
+        assert claim(queue, {"a"}) == []
+        finish(job, RESULT)
+    assert results(connection, "job") == [RESULT]
+    assert nothing_is_left(connection, "job")
+
+
+def test_a_run_ends_without_a_result_when_its_job_is_scheduled_for_later(connection, plain, queue, enqueue):
+    copy = enqueue("job")
+    (job,) = claim(queue)
+    plain.schedule_job(copy, now() + timedelta(hours=1))
+    assert queue.withdrawn({}) == [job]
+    stop(job)
+    assert places(connection, "job") == ["scheduled"]
 
 
 @pytest.mark.parametrize("how", ["enqueue_call", "raw"])

@@ -98,11 +98,12 @@ def test_a_job_that_has_ended_in_any_way_holds_its_agent_no_more(connection, pro
     assert ids(claim_within(b)) == [second]
 
 
-def test_a_job_that_is_enqueued_again_while_it_runs_holds_its_agent_still(connection, join, submit):
+@pytest.mark.parametrize("status", ["queued", "scheduled", "deferred"])
+def test_a_job_that_is_enqueued_again_while_it_runs_holds_its_agent_still(connection, join, submit, status):
     a, b = join("a"), join("b")
     first, second = submit("x", "x")
     [job] = claim(a)
-    connection.hset(f"rq:job:{first}", "status", "queued")  # as an enqueue of the same delivery does
+    connection.hset(f"rq:job:{first}", "status", status)  # as an enqueue, or a save, of the same delivery does
     connection.rpush("rq:queue:generate", first)
     assert claim(b) == []
     run([job])

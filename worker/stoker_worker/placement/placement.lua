@@ -20,8 +20,9 @@ end
 local function state_of(job)
   local status = redis.pcall('HGET', 'rq:job:' .. job.id, 'status') -- a table, if the key is no hash
   if status == 'started' then return 'in flight' end
-  if status ~= 'queued' then return 'over' end
-  return redis.call('EXISTS', 'rq:executions:' .. job.id) == 1 and 'in flight' or 'waits' -- enqueued while it runs
+  if status ~= 'queued' and status ~= 'scheduled' and status ~= 'deferred' then return 'over' end
+  if redis.call('EXISTS', 'rq:executions:' .. job.id) == 1 then return 'in flight' end -- enqueued while it runs
+  return status == 'queued' and 'waits' or 'over'
 end
 
 -- Returns whether a job that was put back is in front of another one. Such a job is near the front.

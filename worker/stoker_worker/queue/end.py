@@ -94,7 +94,7 @@ class Requeue:
     def __init__(self, connection: Redis, lease: Lease) -> None:
         self._connection = connection
         self._lease = lease
-        self._script = connection.register_script(lua("delivery", "requeue"))
+        self._script = connection.register_script(lua("delivery", "rewritten", "requeue"))
 
     def __call__(self, claim: Claim, *, counts_as_attempt: bool) -> Outcome:
         """``requeued``; ``waits``: the job was in its queue already, as after a lost reply; ``ended``: there was

@@ -55,8 +55,8 @@ class Ownership:
         self.member = lease.member
         self._connection = connection
         self.lease = lease
-        self._end = connection.register_script(lua("holds", "count", "run", "enqueue", "set_free", "end"))
-        self._put_right = connection.register_script(lua("holds", "delivery", "put_right"))
+        self._end = connection.register_script(lua("holds", "count", "run", "enqueue", "set_free", "rewritten", "end"))
+        self._put_right = connection.register_script(lua("holds", "delivery", "rewritten", "put_right"))
         self._let_go = connection.register_script(lua("holds", "let_go"))
 
     def of(self, run: JobRun, *, saves: bool = False) -> State:

@@ -1,6 +1,6 @@
--- After holds.lua, count.lua, run.lua, enqueue.lua and set_free.lua. Checks whether a run is ours, and if it is, ends
--- it with the commands given and enqueues the jobs that waited for this end. Every end removes the execution's hash and
--- its entry in the registry of started jobs, so there can be only one.
+-- After holds.lua, count.lua, run.lua, enqueue.lua, set_free.lua and rewritten.lua. Checks whether a run is ours. If it
+-- is, ends it with the commands given and enqueues the jobs that waited for this end. Every end removes the execution's
+-- hash and its entry in the registry of started jobs, so there can be only one.
 --
 -- KEYS, after those of `holds`: the job, the execution, those that wait for the job. ARGV, after those of `holds`: the
 -- job's id, its worker, when it started; a field that is written if the run is ours, or nothing; `meta` as the commands
@@ -18,7 +18,7 @@ if redis.call('EXISTS', execution) == 0 then
   local was_ours = found[4] == worker and found[5] == started_at -- a job that was put back has no worker
   return was_ours and status ~= 'started' and status ~= 'canceled' and 'ended' or 'lost'
 end
-if status ~= 'started' then return status == 'queued' and 'enqueued' or 'lost' end
+if status ~= 'started' then return is_rewritten(job, id, status) and 'enqueued' or 'lost' end
 if field ~= '' then redis.call('HSET', job, field, found[3] or '-') end
 if #ARGV < 13 then return 'ours' end
 -- A longer one was not read by the claim either.

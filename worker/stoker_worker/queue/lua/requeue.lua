@@ -1,7 +1,7 @@
--- After delivery.lua. Puts a job back at the front of its queue. A worker that lost its lease writes nothing: the new
--- holder puts its jobs back. Nothing is written either if the id is neither in the list in which RQ's dequeue has left
--- it, nor in the registry of started jobs: so the script may run twice, or after the job was finished, canceled or
--- deleted. From the third on, every loss counts as a loss alone, because a quarantined job runs alone.
+-- After delivery.lua and rewritten.lua. Puts a job back at the front of its queue. A worker that lost its lease writes
+-- nothing: the new holder puts its jobs back. Nothing is written either if the id is neither in the list in which RQ's
+-- dequeue has left it, nor in the registry of started jobs: so the script may run twice, or after the job was finished,
+-- canceled or deleted. From the third on, every loss counts as a loss alone, because a quarantined job runs alone.
 if redis.call('GET', KEYS[8]) ~= ARGV[5] then return 'ended' end
 local queue, left_in, job, execution, wip, of_job, of_worker = unpack(KEYS, 1, 7)
 local job_id, member, execution_id, origin = unpack(ARGV, 1, 4)
@@ -12,8 +12,9 @@ local status = redis.pcall('HGET', job, 'status') -- an error, which is no statu
 if left == 0 and not started then
   return status == 'queued' and redis.call('LPOS', queue, job_id) and 'waits' or 'ended'
 end
-local runs = status == 'started' or status == 'queued'
-if started and status == 'queued' then -- its id was enqueued again while it ran
+local is_enqueued = started and is_rewritten(job, job_id, status) -- while it ran
+local runs = status == 'started' or status == 'queued' or is_enqueued
+if is_enqueued then
   local named = 'rq:queue:' .. (redis.call('HGET', job, 'origin') or '')
   local waits = type(redis.pcall('LPOS', named, job_id)) == 'number' -- any key of a job may have any type
   local ran = redis.call('HGET', execution, its_delivery)
