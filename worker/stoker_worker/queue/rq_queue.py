@@ -208,8 +208,10 @@ class RqQueue(QueuePort):
         if not self._lease.renew(self._beating):
             return False
         self._registration.beat(self._beating)
-        for job in self._in_flight.snapshot():
-            self._registration.beat_execution(self._beating, job.run)
+        with self._beating.pipeline(transaction=False) as pipeline:  # else many jobs could take longer than the lease
+            for job in self._in_flight.snapshot():
+                self._registration.beat_execution(pipeline, job.run)
+            pipeline.execute()
         return True
 
     def data_loss(self) -> DataLoss:
