@@ -95,11 +95,14 @@ def test_a_member_whose_process_is_gone_on_this_machine_is_dead_at_once(members,
     assert look(members, clock) == ["a"]
 
 
-def test_the_first_by_name_that_stays_has_the_duties_of_a_queue(members, connection, join, clock):
-    join("a", "q")
+def test_the_first_by_name_that_is_ready_and_stays_has_the_duties_of_a_queue(members, join, clock):
+    lease = join("a", "q")
+    look(members, clock)
+    assert members.duties() == ["q", "r"]  # the other one still loads its model, which may take an hour
+    assert lease.announce({"loading": False})
     look(members, clock)
     assert members.duties() == ["r"]
-    connection.hset("stoker:members", "a", json.dumps({"worker": "w", "queues": ["q"], "leaving": True}))
+    assert lease.announce({"leaving": True})
     look(members, clock)
     assert list(members.of("q")) == ["a"]
     assert members.duties() == ["q", "r"]

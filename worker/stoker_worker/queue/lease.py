@@ -450,13 +450,13 @@ class Members:
         return {name: member for name, member in self.others.items() if queue in member.queues}
 
     def duties(self) -> list[str]:
-        """The queues for which this worker does the work of one member: it is the first by name that is not leaving.
-        Two may do it for a moment, so that work must be safe to do twice."""
+        """The queues for which this worker does the work of one member: no other that is ready and not leaving comes
+        before it by name. Two may do it for a moment, so that work must be safe to do twice."""
         others = self.others.items()
         before = {
             queue
             for name, member in others
-            if name < self._lease.member and not member.is_leaving
+            if name < self._lease.member and member.is_ready and not member.is_leaving
             for queue in member.queues
         }
         return [queue for queue in self._lease.queues if queue not in before]
