@@ -355,6 +355,16 @@ def test_many_agents_of_another_worker_do_not_hold_up_a_job_behind_them(timed, s
     assert ids(claim(b)) == [last]
 
 
+def test_no_more_jobs_are_claimed_than_there_are_places_though_an_id_is_refused_meanwhile(connection, timed, submit):
+    a, b = timed("a"), timed("b")
+    submit("x", "y")
+    run(claim(a), 1)
+    submit("x")
+    connection.rpush("rq:queue:generate", "no id of RQ's")
+    _, first, *_ = submit("y", "new", "newer", "newest")
+    assert ids(claim(b, limit=1)) == [first]
+
+
 # --- what a worker may not claim ---
 
 

@@ -168,7 +168,7 @@ class Claimer:
         granted: list[Granted] = []
         for n in range(_CLAIM_TRIES):
             left = limit - len(granted)
-            chosen = self.waiting.choose(max(left, _TRIED_AT_ONCE) if n and left else left, busy)
+            chosen = self.waiting.choose(max(left, _TRIED_AT_ONCE) if n and left > 0 else left, busy)
             found, has_put_aside = self._take(chosen, left)
             granted += found
             if not has_put_aside:
