@@ -8,7 +8,7 @@ from tests.worker.queue.ends import fail, finish, give_back
 from tests.worker.queue.looking import is_ours
 from tests.worker.queue.members import claim, claim_within, die, ids, impatient, last_of, recovered, run, turn
 
-from stoker_shared.wire import AGENT_TASK_PATH, FIELD_ATTEMPTS, FIELD_SAVING, HELD_KEY, LAST_KEY, TASK_PATH
+from stoker_shared.wire import AGENT_TASK_PATH, FIELD_AGENT, FIELD_ATTEMPTS, FIELD_SAVING, HELD_KEY, LAST_KEY, TASK_PATH
 from stoker_worker.ports import Busy, LastVersion
 
 pytestmark = pytest.mark.server
@@ -132,6 +132,23 @@ def test_whatever_is_in_the_entry_of_an_agent_nothing_is_held_for_ever(connectio
     connection.hset(LAST, "x", entry)
     (job_id,) = submit("x")
     assert ids(claim(b)) == [job_id]
+
+
+def test_a_job_behind_one_that_was_noted_for_its_agent_by_mistake_takes_no_place_from_others(connection, join, submit):
+    a = join("a")
+    submit("y")
+    running = claim(a)
+    wrong, behind, other = submit("y", "x", "z")
+    note = connection.hget(f"rq:job:{wrong}", FIELD_AGENT)
+    assert note.endswith(b" y")
+    connection.hset(f"rq:job:{wrong}", FIELD_AGENT, note[:-1] + b"x")
+    assert claim(a, limit=1) == []  # it is claimed, and goes back to the front
+    assert ids(claim(a, limit=1)) == [other]
+    run(running)
+    for job_id in (wrong, behind):
+        found = claim_within(a)
+        assert ids(found) == [job_id]
+        run(found)
 
 
 def test_after_a_flush_the_agents_next_job_goes_to_anybody(connection, join, submit):

@@ -32,17 +32,18 @@ local function is_before(queue, first, second)
   return at and (at == 0 or not redis.call('LPOS', list, second, 'MAXLEN', at))
 end
 
--- Returns `held` if a job of the agent is in flight beside which this one may not run; `stale` if a job of the agent
--- was put back in front of this one, and the caller has not seen it yet; else nothing.
-local function bar(keys, queue, agent, mode, id)
+-- Returns whether a job has to wait: another one of its agent is in flight beside which it may not run, or was put back
+-- in front of it.
+local function is_held(keys, queue, agent, mode, id)
   for _, key in ipairs(keys) do
     local held_as, jobs = held_in(key, agent)
     for _, job in ipairs((held_as == 'w' or mode == 'w') and jobs or {}) do
       local state = job.id ~= id and state_of(job)
-      if state == 'in flight' then return 'held' end
-      if state == 'waits' and job.queue == queue and is_before(queue, job.id, id) then return 'stale' end
+      if state == 'in flight' then return true end
+      if state == 'waits' and job.queue == queue and is_before(queue, job.id, id) then return true end
     end
   end
+  return false
 end
 
 local function hold(keys, queue, member, agent, mode, id)

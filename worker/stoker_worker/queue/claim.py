@@ -254,7 +254,7 @@ class Claimer:
                 has_put_aside = True
             elif verdict == b"elsewhere":
                 self._elsewhere[job_id] = time.monotonic() + _LOOK_AGAIN_S
-            elif verdict != b"stale":  # it was taken from the list, is dropped, or cannot be started
+            else:  # it was taken from the list, is dropped, or cannot be started
                 self.waiting.discard(job_id)
                 if verdict == b"over":
                     log.info("no job %s waits any more; its id is dropped", job_id)

@@ -8,10 +8,10 @@
 -- agent); the id of its execution.
 --
 -- For each job, until so many are claimed, the reply has four parts: the verdict, the worker that made its agent's
--- newest version, that version's number, and the job's fields. `claimed`: it is ours. `held`, `stale`: as from `bar` in
--- placement.lua. `passed`: it is left to that worker for a while. `gone`: it is not in the queue. `over`: no such job
--- waits, or another member runs this delivery; the id was dropped. `elsewhere`: another member runs another delivery of
--- it. `refused`: a key of another type is in the way.
+-- newest version, that version's number, and the job's fields. `claimed`: it is ours. `held`: see placement.lua.
+-- `passed`: it is left to that worker for a while. `gone`: it is not in the queue. `over`: no such job waits, or
+-- another member runs this delivery; the id was dropped. `elsewhere`: another member runs another delivery of it.
+-- `refused`: a key of another type is in the way.
 local queue, it, limit, written_at, now, at = KEYS[1], cjson.decode(ARGV[1]), tonumber(ARGV[3]), unpack(ARGV, 4, 6)
 local lease, suspended = unpack(redis.call('MGET', KEYS[2], KEYS[3]))
 if lease ~= ARGV[2] or suspended then return false end
@@ -19,8 +19,7 @@ local room, n_claimed, found = it.most_bytes, 0, {}
 local is_over = {finished = true, failed = true, stopped = true, canceled = true}
 
 local function decide(id, agent, mode, is_impatient)
-  local barred = bar(it.held, it.queue, agent, mode, id)
-  if barred then return barred, '', 0 end
+  if is_held(it.held, it.queue, agent, mode, id) then return 'held', '', 0 end
   local maker, number = last_of(it.last, agent)
   local maker_name = member_of(maker)
   if maker_name ~= it.member and not is_impatient and is_ready(it.members, maker_name, it.queue) then
