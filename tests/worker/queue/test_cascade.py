@@ -250,6 +250,14 @@ def test_a_job_may_wait_as_long_in_the_next_queue(connection, queue, plain, join
     assert connection.ttl("rq:job:job") == -1
 
 
+def test_a_job_that_may_wait_for_ever_by_a_negative_number_is_not_deleted_as_it_goes_on(connection, queue, plain):
+    enqueue(plain)
+    connection.hset("rq:job:job", "ttl", -1)  # as RQ's `Job.create` allows
+    go_on(queue)
+    assert_moved_once(connection)
+    assert connection.ttl("rq:job:job") == -1
+
+
 @pytest.mark.parametrize("created_at", ["as RQ writes it", "2026-11-23T14:00:00Z", None])
 def test_a_job_that_failed_at_the_next_model_is_requeued_there(connection, queue, plain, join, created_at):
     enqueue(plain)

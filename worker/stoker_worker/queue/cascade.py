@@ -125,4 +125,4 @@ def move(run: JobRun, verdict: CheckOutcome, to: RouteStep) -> Sequence[Sequence
         ("HSET", job.key, *moved, FIELD_TRIED, f"{created_at} {attempts}"),
         count(verdict),
     ]
-    return [*commands, ("EXPIRE", job.key, job.ttl)] if job.ttl else commands
+    return [*commands, ("EXPIRE", job.key, job.ttl)] if job.ttl and job.ttl > 0 else commands
