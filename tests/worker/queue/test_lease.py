@@ -72,6 +72,20 @@ def test_a_lease_that_is_not_renewed_expires_and_its_holder_learns_that_it_is_de
     assert second.renew()
 
 
+def test_a_lease_is_renewed_on_a_server_that_is_full(connection):
+    """Else a standby could take it in the moment in which the server has memory again."""
+    first = lease(connection, "first")
+    first.acquire()
+    assert first.renew()  # the script is loaded
+    connection.pexpire(LEASE, 5000)
+    connection.config_set("maxmemory", 1)
+    try:
+        assert first.renew()
+    finally:
+        connection.config_set("maxmemory", 0)
+    assert connection.pttl(LEASE) > 5000
+
+
 def test_a_holder_whose_successor_has_left_again_does_not_resume_under_its_old_number(connection):
     first, second = lease(connection, "first"), lease(connection, "second")
     first.acquire()

@@ -14,7 +14,7 @@ for i = first, #KEYS, 2 do
   end
 end
 if not holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) then return 0 end
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[3])
+redis.call('PEXPIRE', KEYS[1], ARGV[3]) -- a full server refuses a SET that is a script's first write
 if not redis.call('HGET', KEYS[3], ARGV[4]) then redis.call('HSET', KEYS[3], ARGV[4], ARGV[5]) end
 for i = first, #KEYS, 2 do
   redis.call('SET', KEYS[i], share, 'PX', ARGV[3])
