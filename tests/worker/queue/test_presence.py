@@ -6,9 +6,11 @@ import socket
 import time
 
 import pytest
+from rq.command import send_shutdown_command
 from rq.queue import Queue
 from rq.worker import Worker
 from rq.worker_registration import clean_worker_registry
+from tests.support.wait import wait_for
 from tests.worker.queue.looking import LEASE, MEMBER
 
 from stoker_worker.ports import Busy, Serving
@@ -66,3 +68,15 @@ def test_a_heartbeat_registers_a_paused_worker_again_after_rqs_tools_removed_it(
     assert worker.get_state() == "busy"
     assert [execution.job_id for execution in worker.get_current_executions()] == [job.job_id]
     assert Worker.count(connection=connection) == 1
+
+
+def test_commands_arrive_on_a_connection_that_is_tried_now_and_then(connection, queue):
+    """One that died while the machine slept would be waited on for hours, and all commands lost."""
+    registration, heard = queue._registration, []
+    tried = registration.pubsub_thread.pubsub.connection
+    assert 0 < tried.health_check_interval < 60  # less than between two looks of RQ's thread
+    tried.health_check_interval = 1e-6  # from now on it is tried all the time
+    registration.on_shutdown = lambda: heard.append("shutdown")
+    for n in range(1, 4):
+        send_shutdown_command(connection, registration.name)
+        wait_for(lambda n=n: len(heard) == n)

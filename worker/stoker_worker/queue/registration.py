@@ -37,6 +37,10 @@ _SUFFIX: Final = re.compile(r"-[0-9a-f]{8}$")
 EXECUTION_TTL_S: Final = 7 * 86_400
 """RQ's own tools leave a started job alone for so long: longer than a Mac sleeps. Recovery does not wait for it."""
 
+_PING_S: Final = 30
+"""RQ's thread looks each minute, and tries the connection for commands if it was silent for so long. One that died
+while this machine slept would look alive for hours."""
+
 _LAST_WAIT_S: Final = 2.0  # longer than a connection attempt that `shut_down` has shortened
 
 
@@ -101,6 +105,7 @@ class RqRegistration(BaseWorker):
     def subscribe(self) -> None:
         super().subscribe()  # type: ignore[no-untyped-call]
         self.pubsub_thread.name = "commands"
+        self.pubsub_thread.pubsub.connection.health_check_interval = _PING_S
 
     def unsubscribe(self) -> None:
         """End the commands thread. RQ's own method leaves it running if the server does not reply."""
