@@ -482,12 +482,11 @@ class AgentJobs(AgentJobsPort):
 
     def _forget(self, agent_id: str, asked: Asked) -> AgentForgotten:
         try:
-            forgotten = forget_agent(self._parts, agent_id, asked)
+            return forget_agent(self._parts, agent_id, asked)
         finally:  # also if it is forgotten, and a file could not be removed
             self._store.ram_cache.drop(agent_id)
+            self._store.unsaved.discard(agent_id)
             self._budget.saved(agent_id)
-        self._store.unsaved.discard(agent_id)  # not after a failure: the agent may still be there
-        return forgotten
 
     def _fork(self, source: str, target: str, asked: Asked) -> AgentResult:
         if source in self._store.unsaved:
