@@ -23,6 +23,7 @@ from tests.worker.memory.agents import (
     open_store,
     problems_of,
     reopen,
+    run_job,
     tidy,
 )
 from tests.worker.memory.faulty_files import FullFiles
@@ -179,6 +180,18 @@ def test_the_next_turn_mends_an_agent_whose_lost_turn_the_database_never_heard_o
         assert agent.tokens() == LONG[:500]
         with closing(after_a_crash(tmp_path / "store", tmp_path / "after a crash")) as later:
             assert Agent(later).tokens() == LONG[:500]
+
+
+def test_a_forget_that_the_database_refuses_leaves_the_note_of_the_lost_turn(tmp_path: Path) -> None:
+    sqlite = FullFiles()
+    with closing(lose_a_turn(tmp_path / "store", sqlite, stored=400)) as store:
+        with pytest.raises(OSError, match="Input/output"):
+            run_job(store, "forget")
+        sqlite.arm(1, 0)
+        with pytest.raises(AgentTranscriptUnreadable, match="not saved"):
+            store.open_agent("agent")
+        assert run_job(store, "forget").existed
+        assert store.open_agent("agent").number == 0
 
 
 def test_a_command_beside_the_worker_knows_of_a_lost_turn_that_the_database_refused(tmp_path: Path) -> None:

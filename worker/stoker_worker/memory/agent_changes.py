@@ -9,7 +9,7 @@ keeps other processes off the agent meanwhile.
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -303,9 +303,11 @@ def forget_agent(
     asked: Asked = BY_COMMAND,
     *,
     only_here: bool = False,
+    on_removed: Callable[[], object] = lambda: None,
 ) -> AgentForgotten:
     """Remove the agent, whole or damaged, and the blocks that only it used and no work here holds. With a shared store
-    its next version there is an empty one, except with `only_here`: other machines may keep the agent.
+    its next version there is an empty one, except with `only_here`: other machines may keep the agent. `on_removed`:
+    called once the agent is removed, before its files are.
 
     Raises:
         AgentTranscriptUnreadable: it is unknown whether there is such an agent.
@@ -321,6 +323,7 @@ def forget_agent(
         else:
             version = _empty_version(parts, agent_id, asked)
             removed = parts.commit_next(version, change)
+    on_removed()
     if removed is None:  # the commit here failed: it is removed later
         assert version is not None
         assert version.result is not None

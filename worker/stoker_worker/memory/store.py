@@ -481,12 +481,12 @@ class AgentJobs(AgentJobsPort):
         return AgentInfo.model_validate(asdict(seen) | fields)  # it ignores the others
 
     def _forget(self, agent_id: str, asked: Asked) -> AgentForgotten:
-        try:
-            return forget_agent(self._parts, agent_id, asked)
-        finally:  # also if it is forgotten, and a file could not be removed
+        def removed() -> None:  # not if it failed: the note of a lost turn must stay
             self._store.ram_cache.drop(agent_id)
             self._store.unsaved.discard(agent_id)
             self._budget.saved(agent_id)
+
+        return forget_agent(self._parts, agent_id, asked, on_removed=removed)
 
     def _fork(self, source: str, target: str, asked: Asked) -> AgentResult:
         if source in self._store.unsaved:
