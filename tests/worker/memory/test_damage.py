@@ -11,17 +11,22 @@ from typing import Any
 import pytest
 from tests.worker.memory.agents import (
     Agent,
+    call_of_session,
     ids,
     make_model,
     make_transcript,
     make_turn,
     open_store,
+    problems_of,
     reopen,
 )
 
 from stoker_shared.errors import AgentTranscriptUnreadable
+from stoker_worker.memory import transcripts
 from stoker_worker.memory.admin.salvage import salvage
-from stoker_worker.memory.database import NAME
+from stoker_worker.memory.agent_changes import exists, forget_agent
+from stoker_worker.memory.database import NAME, key_of
+from stoker_worker.memory.store_parts import opened
 from stoker_worker.ports import AgentVersion
 
 LONG = ids(900)
@@ -303,6 +308,57 @@ def test_an_agent_that_an_index_has_lost_is_never_begun_anew(
     assert "its last turn was not saved" in message
     assert usable.transcript == make_transcript(LONG[:700])
     agent.say(NEXT, agent=usable)
+
+
+def lose_the_ids(tmp_path: Path) -> set[str]:
+    """What `salvage` loses if only the index by key still knows the agents."""
+    for page in ("agents", "sqlite_autoindex_agents_1"):
+        empty_the_page(tmp_path, page)
+    lost = salvage(tmp_path).lost
+    assert salvage(tmp_path).lost == lost  # they stay known
+    return set(lost)
+
+
+def test_an_agent_whose_id_was_lost_is_taken_over_by_a_full_turn_or_removed(agent: Agent, tmp_path: Path) -> None:
+    names = {name: transcripts.lost_name(key_of(name)) for name in ("agent", "neighbour")}
+    agent.store.close()
+    assert lose_the_ids(tmp_path) == set(names.values())
+    agent.store = open_store(tmp_path)
+    for name in (*names.values(), *names):
+        with pytest.raises(AgentTranscriptUnreadable, match="its id was lost"):
+            agent.store.open_agent(name)
+    agent.store.mark_unsaved("neighbour")  # a full turn that could not be saved
+    with pytest.raises(AgentTranscriptUnreadable, match="version 1 is missing"):
+        agent.store.open_agent("neighbour")
+    with opened(tmp_path) as parts:
+        assert forget_agent(parts, "neighbour").existed
+        assert not exists(parts, names["neighbour"])
+    message, usable = unreadable(agent, tmp_path)
+    assert "its id was lost" in message
+    expect_full_goes_on(agent, tmp_path, usable)
+    assert agent.store.open_agent(names["agent"]).number == 0
+    assert problems_of(agent.store) == []
+
+
+def test_an_agent_whose_id_was_lost_is_removed_by_the_name_that_it_has(agent: Agent, tmp_path: Path) -> None:
+    agent.store.close()
+    for name in lose_the_ids(tmp_path):
+        with opened(tmp_path) as parts:
+            assert exists(parts, name)
+            assert forget_agent(parts, name).existed
+    agent.store = open_store(tmp_path)
+    assert agent.open().number == 0
+    agent.say(LONG[:10])
+    assert agent.tokens() == LONG[:10]
+
+
+def test_a_session_whose_name_was_lost_is_kept_again(agent: Agent, tmp_path: Path) -> None:
+    call_of_session(agent.store, LONG[:600])
+    agent.store.close()
+    assert len(lose_the_ids(tmp_path)) == 3
+    agent.store = open_store(tmp_path)
+    call_of_session(agent.store, LONG[:600])
+    assert call_of_session(agent.store, NEXT) == (600, None)
 
 
 def test_versions_that_the_index_has_lost_are_noticed(agent: Agent, tmp_path: Path) -> None:

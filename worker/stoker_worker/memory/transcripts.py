@@ -15,6 +15,7 @@ may be in the version that the delivery made there; its row here then has only t
 
 import hashlib
 import json
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -345,14 +346,14 @@ def read_agent(connection: Connection, agent_id: str) -> AgentState:
 
 
 def find_agent(connection: Connection, agent_id: str) -> AgentRow | None:
-    """The agent's row, with a `problem` if its content is damaged. Raises `Damaged`: its two indexes disagree, or its
-    newest version is unknown."""
+    """The agent's row, with a `problem` if its content is damaged or its id was lost. Raises `Damaged`: its two indexes
+    disagree, or its newest version is unknown."""
     found = {row[0]: row[1:] for row in connection.execute(_FIND, (agent_id, key_of(agent_id))).fetchall()}
     if not found:
         return None
     by_id, by_key = found.get(1), found.get(2)
     if by_id is None or by_key is None or by_id[1] != by_key[1]:
-        raise Damaged("its indexes do not agree on the agent")
+        return _find_lost(connection, agent_id)
     newest, number = by_id[0] or 0, by_id[1]
     if not isinstance(newest, int):
         raise Damaged("its versions cannot be told")
@@ -365,6 +366,37 @@ def find_agent(connection: Connection, agent_id: str) -> AgentRow | None:
         return row
     except Damaged as damage:
         return AgentRow(number, agent_id, newest, problem=str(damage))
+
+
+_LOST_NAME: Final = re.compile(r"lost id [0-9a-f]{64}")
+
+
+def lost_name(key: bytes) -> str:
+    """The name of an agent whose id was lost with its conversation: only the hash of the id is known."""
+    return f"lost id {key.hex()}"
+
+
+def is_lost(name: str) -> bool:
+    return _LOST_NAME.fullmatch(name) is not None
+
+
+def _find_lost(connection: Connection, agent_id: str) -> AgentRow:
+    """The row of an agent whose id was lost, by that id or by `lost_name`. Raises `Damaged`: there is none."""
+    names = (agent_id, lost_name(key_of(agent_id)))
+    sql = "SELECT number, agent_id, version, head, unsaved, checksum, key FROM agents WHERE agent_id IN (?, ?)"
+    for *proof, written, key in connection.execute(sql, names).fetchall():
+        if isinstance(key, bytes) and proof[1] == lost_name(key) and written == agent_checksum(*proof):
+            return AgentRow(proof[0], agent_id, proof[2], proof[3], problem="its id was lost, and its conversation")
+    raise Damaged("its indexes do not agree on the agent")
+
+
+def _take_over(connection: Connection, row: AgentRow) -> None:
+    """Give the row of an agent whose id was lost its id again. The name that it has instead is no agent's id."""
+    if row.problem is not None and not is_lost(row.agent_id):
+        connection.execute(
+            "UPDATE agents SET agent_id = ? WHERE number = ? AND agent_id = ?",
+            (row.agent_id, row.number, lost_name(key_of(row.agent_id))),
+        )
 
 
 def has_agents(connection: Connection) -> bool:
@@ -413,6 +445,7 @@ def write_version(
     `row`: as just read; ``None`` for a new agent. `piece_bytes`: allocated bytes of its tail and snapshots."""
     if row is None:
         row = insert_agent(connection, record.agent_id, last_used=record.about.saved_at)
+    _take_over(connection, row)
     columns, cache = record.to_row(), record.about.cache
     head: bytes = columns[-1]
     sql = f"INSERT INTO turns (agent, {COLUMNS}) VALUES (?{', ?' * len(columns)}) RETURNING {_SIZES}"
@@ -439,7 +472,8 @@ def write_version(
     if not is_of_now:
         connection.execute(f"{_NOTE_CLOCK} WHERE number = ?", (row.number,))
     count_bytes(connection, piece_bytes - row.piece_bytes)
-    return replace(row, version=record.version, head=head, unsaved=False, evicted=False, piece_bytes=piece_bytes)
+    row = replace(row, version=record.version, head=head, piece_bytes=piece_bytes)
+    return replace(row, unsaved=False, evicted=False, problem=None)
 
 
 def insert_agent(connection: Connection, agent_id: str, *, last_used: float) -> AgentRow:
@@ -475,6 +509,7 @@ def set_unsaved(connection: Connection, agent_id: str, *, unsaved: bool, now: fl
         if not unsaved:
             return
         row = insert_agent(connection, agent_id, last_used=now)
+    _take_over(connection, row)
     checksum = agent_checksum(row.number, agent_id, row.version, row.head, int(unsaved))
     sql = "UPDATE agents SET unsaved = ?, checksum = ? WHERE number = ?"
     connection.execute(sql, (int(unsaved), checksum, row.number))
@@ -484,6 +519,7 @@ def set_missing(connection: Connection, agent_id: str, version: int, *, now: flo
     """Note that this is the agent's newest version and that it is not here: `append` is refused, and a turn that
     replaces the conversation gets the next number. Raises `Damaged`."""
     row = find_agent(connection, agent_id) or insert_agent(connection, agent_id, last_used=now)
+    _take_over(connection, row)
     checksum = agent_checksum(row.number, agent_id, version, b"", int(row.unsaved))
     sql = "UPDATE agents SET version = ?, head = x'', checksum = ? WHERE number = ?"
     connection.execute(sql, (version, checksum, row.number))
@@ -512,6 +548,7 @@ def write_session(
 ) -> AgentRow:
     """Make `version`, without a transcript, the conversation's newest. Raises `Damaged`."""
     row = find_agent(connection, name) or insert_agent(connection, name, last_used=now)
+    _take_over(connection, row)
     connection.execute(
         "UPDATE agents SET version = ?, head = x'', unsaved = 0, checksum = ?, turns = turns + 1, tokens = ?,"
         f" cached_tokens = ?, evicted = 0, {_LAST_USED}, used_clock_s = {_CLOCK} WHERE number = ?",

@@ -28,8 +28,6 @@ from stoker_worker.memory.transcripts import FORGETTER, AgentRow, TurnRecord
 
 _BAD_FRAMES_OF_ONE_FAULT: Final = 2
 """A frame with a wrong checksum makes the next one look wrong too."""
-_LOST: Final = "lost id "
-"""The name of an agent whose id is on no page any more begins so; the hash of the id follows."""
 _LOST_ROW: Final = "its row is damaged: a newer version may be lost"
 _AGENT_COLUMNS, _TURN_COLUMNS = 16, 12
 _WITHOUT_PARENT: Final = (
@@ -96,6 +94,8 @@ class _Salvage:
         file, doubt = _open(self._folder, root)
         for row in file.rows():
             match row:
+                case (int(), (None, str(name), *_)) | (None, (str(name), int())) if transcripts.is_lost(name):
+                    pass  # an earlier salvage has named it so; the index by key has what is known of it
                 case int(number), (None, str(agent_id), *rest) if len(rest) == _AGENT_COLUMNS - 2:
                     self._names.setdefault(number, set()).add(agent_id)
                     self._take_agent(number, agent_id, *rest)
@@ -164,9 +164,10 @@ class _Salvage:
         for key in keys:
             name = f"{key.hex()[:2]}/{key.hex()}.safetensors"
             if not any(self._folder.glob(f"blocks/*/{name}")):  # the index of the last blocks has the same columns
-                # Under another id, with this key: the agent is neither unknown nor usable.
-                self._put(_LOST + key.hex())
-                self._to.execute("UPDATE OR IGNORE agents SET key = ? WHERE agent_id = ?", (key, _LOST + key.hex()))
+                # With this key, so that the agent is not unknown under its id.
+                lost = transcripts.lost_name(key)
+                self._put(lost)
+                self._to.execute("UPDATE OR IGNORE agents SET key = ? WHERE agent_id = ?", (key, lost))
 
     def _put(self, agent_id: str, number: int | None = None) -> None:
         """Insert an agent at a version that it does not have."""
@@ -177,7 +178,7 @@ class _Salvage:
 
     def _judge(self, agent_id: str, doubt: str | None, *, has_row: bool) -> None:
         """Count the agent as whole, refused or lost."""
-        if agent_id.startswith(_LOST):
+        if transcripts.is_lost(agent_id):
             self.lost[agent_id] = "its id is lost; the name is the SHA-256 of the id"
             return
         state = transcripts.read_agent(self._to, agent_id)
