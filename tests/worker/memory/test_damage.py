@@ -19,6 +19,8 @@ from tests.worker.memory.agents import (
     open_store,
     problems_of,
     reopen,
+    run_job,
+    walk,
 )
 
 from stoker_shared.errors import AgentTranscriptUnreadable
@@ -273,13 +275,43 @@ def test_an_old_row_of_the_agent_is_noticed(agent: Agent, tmp_path: Path) -> Non
     expect_full_goes_on(agent, tmp_path, usable)
 
 
-def empty_the_page(tmp_path: Path, index: str) -> None:
-    """As a damaged page hides its rows from SQLite, without an error."""
+@pytest.mark.parametrize(("column", "then"), [("key", "a full turn"), ("key", "forget"), ("agent_id", "forget")])
+def test_a_flipped_byte_in_what_the_indexes_of_a_row_have_does_not_stay(
+    agent: Agent, tmp_path: Path, column: str, then: str
+) -> None:
+    agent.store.close()
+    row, start = b"agent" + key_of("agent"), root_page(tmp_path, "agents")
+    place = (tmp_path / NAME).read_bytes().index(row, start)
+    assert place < start + 4096
+    flip(tmp_path / NAME, place + (2 if column == "agent_id" else 20))
+    agent.store = open_store(tmp_path)
+    if column == "key":
+        message, usable = unreadable(agent, tmp_path)
+        assert "its row is not the agent's" in message
+        assert (usable.number, usable.transcript) == (3, None)
+    if then == "a full turn":
+        expect_full_goes_on(agent, tmp_path, usable)
+    else:
+        assert run_job(agent.store, "forget").existed
+        assert agent.open().number == 0
+        agent.say(LONG[:10])
+    walk(agent.store)
+    assert problems_of(agent.store) == []
+
+
+def root_page(tmp_path: Path, name: str) -> int:
+    """Where the first page of a table or index begins in the database, which has no log then."""
     with closing(sqlite3.connect(tmp_path / NAME)) as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-        (page,) = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = ?", (index,)).fetchone()
+        (page,) = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = ?", (name,)).fetchone()
+    return (int(page) - 1) * 4096
+
+
+def empty_the_page(tmp_path: Path, index: str) -> None:
+    """As a damaged page hides its rows from SQLite, without an error."""
+    start = root_page(tmp_path, index)
     with open(tmp_path / NAME, "r+b") as file:
-        file.seek((page - 1) * 4096)
+        file.seek(start)
         file.write(b"\x0a\0\0\0\0\x10\0\0")
 
 

@@ -391,12 +391,16 @@ def _find_lost(connection: Connection, agent_id: str) -> AgentRow:
 
 
 def _take_over(connection: Connection, row: AgentRow) -> None:
-    """Give the row of an agent whose id was lost its id again. The name that it has instead is no agent's id."""
-    if row.problem is not None and not is_lost(row.agent_id):
-        connection.execute(
-            "UPDATE agents SET agent_id = ? WHERE number = ? AND agent_id = ?",
-            (row.agent_id, row.number, lost_name(key_of(row.agent_id))),
-        )
+    """Give a damaged row its agent's id and key again, which its indexes have; or the id that was lost."""
+    if is_lost(row.agent_id):
+        return
+    # Otherwise SQLite refuses to change a row that is not as its indexes have it.
+    connection.execute("PRAGMA writable_schema=ON").fetchall()
+    try:
+        sql = "UPDATE agents SET agent_id = ?, key = ? WHERE number = ?"
+        connection.execute(sql, (row.agent_id, key_of(row.agent_id), row.number))
+    finally:
+        connection.execute("PRAGMA writable_schema=OFF").fetchall()
 
 
 def has_agents(connection: Connection) -> bool:
@@ -445,7 +449,8 @@ def write_version(
     `row`: as just read; ``None`` for a new agent. `piece_bytes`: allocated bytes of its tail and snapshots."""
     if row is None:
         row = insert_agent(connection, record.agent_id, last_used=record.about.saved_at)
-    _take_over(connection, row)
+    if row.problem is not None:
+        _take_over(connection, row)
     columns, cache = record.to_row(), record.about.cache
     head: bytes = columns[-1]
     sql = f"INSERT INTO turns (agent, {COLUMNS}) VALUES (?{', ?' * len(columns)}) RETURNING {_SIZES}"
@@ -509,7 +514,8 @@ def set_unsaved(connection: Connection, agent_id: str, *, unsaved: bool, now: fl
         if not unsaved:
             return
         row = insert_agent(connection, agent_id, last_used=now)
-    _take_over(connection, row)
+    if row.problem is not None:
+        _take_over(connection, row)
     checksum = agent_checksum(row.number, agent_id, row.version, row.head, int(unsaved))
     sql = "UPDATE agents SET unsaved = ?, checksum = ? WHERE number = ?"
     connection.execute(sql, (int(unsaved), checksum, row.number))
@@ -519,7 +525,8 @@ def set_missing(connection: Connection, agent_id: str, version: int, *, now: flo
     """Note that this is the agent's newest version and that it is not here: `append` is refused, and a turn that
     replaces the conversation gets the next number. Raises `Damaged`."""
     row = find_agent(connection, agent_id) or insert_agent(connection, agent_id, last_used=now)
-    _take_over(connection, row)
+    if row.problem is not None:
+        _take_over(connection, row)
     checksum = agent_checksum(row.number, agent_id, version, b"", int(row.unsaved))
     sql = "UPDATE agents SET version = ?, head = x'', checksum = ? WHERE number = ?"
     connection.execute(sql, (version, checksum, row.number))
@@ -548,7 +555,8 @@ def write_session(
 ) -> AgentRow:
     """Make `version`, without a transcript, the conversation's newest. Raises `Damaged`."""
     row = find_agent(connection, name) or insert_agent(connection, name, last_used=now)
-    _take_over(connection, row)
+    if row.problem is not None:
+        _take_over(connection, row)
     connection.execute(
         "UPDATE agents SET version = ?, head = x'', unsaved = 0, checksum = ?, turns = turns + 1, tokens = ?,"
         f" cached_tokens = ?, evicted = 0, {_LAST_USED}, used_clock_s = {_CLOCK} WHERE number = ?",
@@ -566,6 +574,7 @@ def write_session(
 
 def delete_agent(connection: Connection, row: AgentRow) -> None:
     """Delete the agent, its versions and the answers to its jobs."""
+    _take_over(connection, row)  # an index may hide that its id is damaged
     for sql in (
         "DELETE FROM turns WHERE agent = ?",
         "DELETE FROM deliveries WHERE agent = ?",
