@@ -1,6 +1,7 @@
 """The upkeep of a store: what is written later, forgotten and corrected, and that work is never in its way."""
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -282,6 +283,19 @@ def test_the_index_follows_the_files(tmp_path: Path, store: AgentCacheStore) -> 
     assert len(rows(store, "SELECT * FROM blocks")) == len(files_below(tmp_path / "blocks"))
     ((counted,),) = rows(store, "SELECT (SELECT sum(n_bytes) FROM blocks) + (SELECT sum(piece_bytes) FROM agents)")
     assert rows(store, "SELECT cache_bytes FROM store") == [(counted,)]
+
+
+def test_folders_of_cache_files_may_be_removed_at_any_moment(tmp_path: Path, store: AgentCacheStore) -> None:
+    for name in ("a", "b"):
+        Agent(store, name).say(ids(700, seed=ord(name)))
+    for folder in (*tmp_path.glob("blocks/*"), *tmp_path.glob("pieces/*")):
+        shutil.rmtree(folder)
+    one_round(store)
+    one_round(store)  # what the first one has noted is written
+    assert store.budget.total_bytes == disk_bytes(tmp_path)
+    assert rows(store, "SELECT 1 FROM blocks UNION ALL SELECT 1 FROM agents WHERE last_block NOTNULL") == []
+    assert Agent(store, "a").say(ids(800, seed=ord("a"))) == 2
+    assert problems_of(store) == []
 
 
 def test_a_walk_changes_nothing_in_a_store_that_is_right(store: AgentCacheStore) -> None:

@@ -10,7 +10,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Final
 from stoker_shared.errors import AgentBusy, StokerError
 from stoker_worker.memory import cache_index, transcripts
 from stoker_worker.memory.agent_changes import forget_unused
-from stoker_worker.memory.blocks import BLOCK_FILE, PIECE_FILE, checkpoint_beside
+from stoker_worker.memory.blocks import BLOCK_FILE, PIECE_FILE
 from stoker_worker.memory.database import Connection, Damaged, DatabaseFailed, key_of
 from stoker_worker.memory.eviction import DiskBudget, Notes
 from stoker_worker.memory.locks import working_on
@@ -141,12 +141,14 @@ class Upkeep:
     def walk(self) -> Iterator[None]:
         """The steps of a comparison of all cache files with their index. Each raises as those of `tidy`."""
         for folder in cache_folders(self._parts):
-            with suppress(FileNotFoundError):
-                self._remove_orphans(folder)
-                yield
-                check = self._check_pieces if folder.parent == self._parts.pieces.path else self._check_blocks
-                sizes = {name: seen.st_blocks * 512 for name, seen in _files_in(folder).items()}
-                yield from check(folder, sizes)
+            self._remove_orphans(folder)
+            yield
+        checks = {self._parts.blocks.path: self._check_blocks, self._parts.pieces.path: self._check_pieces}
+        for number in range(256):  # also for folders that somebody has removed: there are still rows
+            for folder, check in checks.items():
+                if folder.is_dir():  # else it may be on a disk that is away
+                    yield from check(f"{number:02x}")
+            yield
         with self._database.snapshot() as connection:
             is_right = cache_index.uncounted_bytes(connection) == 0
         if not is_right:
@@ -238,25 +240,26 @@ class Upkeep:
         if find():
             _log.info("%d cache files that nothing refers to removed", self._budget.discard(find))
 
-    def _check_blocks(self, folder: Path, sizes: Mapping[str, int]) -> Iterator[None]:
-        """Remove rows without a file, and correct sizes."""
+    def _check_blocks(self, name: str) -> Iterator[None]:
+        """Remove rows without a file, and correct sizes, in the folders of this name."""
+        sizes = _sizes_in(self._parts.blocks.path.glob(f"*/{name}/"))
         last = ""
         while True:
             with self._database.snapshot() as connection:
-                rows = cache_index.block_sizes(connection, folder.name, after=last, limit=_ROWS_AT_ONCE)
+                rows = cache_index.block_sizes(connection, name, after=last, limit=_ROWS_AT_ONCE)
             if not rows:
                 return
             last = rows[-1].address
             for row in rows:
-                path = folder / f"{row.address}.safetensors"
-                found = sizes.get(path.name, 0), sizes.get(checkpoint_beside(path).name, 0)
-                if row.model == folder.parent.name and found != (row.n_bytes, row.checkpoint_bytes):
+                path, checkpoint = self._parts.blocks.both(row.model, row.address)
+                if (sizes.get(path, 0), sizes.get(checkpoint, 0)) != (row.n_bytes, row.checkpoint_bytes):
                     self._notes.block_changed(path)
             yield
 
-    def _check_pieces(self, folder: Path, sizes: Mapping[str, int]) -> Iterator[None]:
-        """Correct the bytes of each agent's tail and snapshots."""
-        paths, first = self._parts.pieces.paths, bytes.fromhex(folder.name)
+    def _check_pieces(self, name: str) -> Iterator[None]:
+        """Correct the bytes of each agent's tail and snapshots, in the folder of this name."""
+        paths, first = self._parts.pieces.paths, bytes.fromhex(name)
+        sizes = _sizes_in([self._parts.pieces.path / name])
         last = first
         while True:
             where = "INDEXED BY agents_by_key WHERE key > ? AND key <= ? ORDER BY key LIMIT ?"
@@ -266,16 +269,21 @@ class Upkeep:
                 return
             last = key_of(rows[-1].agent_id)
             for row in rows:
-                n_bytes = sum(sizes.get(path.name, 0) for path in paths(row.agent_id, row.version))
+                n_bytes = sum(sizes.get(path, 0) for path in paths(row.agent_id, row.version))
                 if n_bytes != row.piece_bytes:
                     self._notes.pieces_changed(row.agent_id)
             yield
 
 
+def _sizes_in(folders: Iterable[Path]) -> dict[Path, int]:
+    """Allocated bytes of the files. Raises `OSError`."""
+    return {folder / name: seen.st_blocks * 512 for folder in folders for name, seen in _files_in(folder).items()}
+
+
 def _files_in(folder: Path) -> dict[str, os.stat_result]:
-    """Raises `OSError`."""
+    """Of a folder that is gone, none. Raises `OSError`."""
     found = {}
-    with os.scandir(folder) as entries:
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
         for entry in entries:
             with suppress(FileNotFoundError):
                 found[entry.name] = entry.stat(follow_symlinks=False)
