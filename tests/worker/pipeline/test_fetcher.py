@@ -9,6 +9,7 @@ from tests.support.wait import wait_for
 from tests.worker.pipeline.stages import TIMEOUT_S, NotedLoader, PlayedStore
 
 from stoker_shared.answer_parts import Markers
+from stoker_shared.errors import RedisUnavailable
 from stoker_worker.pipeline.fetcher import Fetcher, Leaving
 from stoker_worker.pipeline.job import Job
 from stoker_worker.ports import Busy, ClaimedJob, TextSoFar
@@ -75,7 +76,39 @@ def test_the_store_is_told_that_these_are_all_while_every_place_is_taken() -> No
     queue.enqueue(agent_id="b")
     wait_for(lambda: (frozenset("a"), frozenset("b"), True) in pins, why=lambda: str(pins))
     end(fetcher, queue)
-    assert all(is_all for _, _, is_all in pins)
+
+
+def test_an_agent_whose_job_is_just_claimed_or_cannot_be_seen_does_not_look_unused() -> None:
+    """The store removes agents that are unused for long, unless others than those it is told of may have work."""
+    known: list[bool] = []
+
+    class Store(PlayedStore):
+        def pin(self, running: frozenset[str], waiting: frozenset[str], *, is_all: bool = True) -> None:
+            known.append(is_all)
+
+    class Queue(InMemoryQueue):
+        def claim(self, limit: int, busy: Busy) -> list[ClaimedJob]:
+            assert not any(known[-1:])
+            return super().claim(limit, busy)
+
+    queue, loader = Queue(), NotedLoader()
+    fetcher = Fetcher(
+        queue, Store(), loader.engine, loader, max_in_flight=1, poll_s=60, recover_s=100, leaving=Leaving()
+    )
+    fetcher.serve(1)
+    fetcher._tick()
+    assert known[-1]
+    queue.enqueue(agent_id="a")
+    queue.away = True
+    with pytest.raises(RedisUnavailable):
+        fetcher._tick()
+    assert not known[-1]
+    queue.away = False
+    fetcher._tick()
+    assert known[-1]
+    fetcher.drain()
+    fetcher._tick()
+    assert not known[-1]
 
 
 def test_after_each_claim_the_caches_of_the_next_jobs_are_read_ahead_in_queue_order() -> None:

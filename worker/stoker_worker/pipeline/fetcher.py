@@ -125,7 +125,7 @@ class Fetcher(threading.Thread):
         self._metrics = metrics
         self._outage = outage or Outage("Redis")
         self._wakefulness = Wakefulness(keep_awake_command())
-        self._pinned: tuple[frozenset[str], frozenset[str], bool] | None = None
+        self._pinned: tuple[frozenset[str], frozenset[str], bool] = (frozenset(), frozenset(), False)
         self._look_again = False
         self._serves = threading.Event()
         self._draining = threading.Event()
@@ -172,6 +172,7 @@ class Fetcher(threading.Thread):
 
     def _tick(self) -> None:
         self._look_again = False
+        self._pin(*self._pinned[:2], is_all=False)  # until a claim has ended well: jobs may come in, and start
         idle = not self._queue.in_flight()
         if self._draining.is_set():
             self.claims_no_more.set()
@@ -201,7 +202,9 @@ class Fetcher(threading.Thread):
         busy = replace(busy_beside(in_flight), memory_is_away=self._store.is_away())
         claimed = self._queue.claim(room, busy)
         self._leaving.claimed(len(claimed))
-        self._pin_agents(is_all=self._queue.knows_all())
+        # Before the loader gets a job: the caches that it reads must not be evicted until the job has ended.
+        running = busy_beside(self._queue.in_flight()).agents
+        self._pin(running, self._queue.waiting_agents(), is_all=self._queue.knows_all())
         for job in claimed:
             waited_s = round(max(0.0, job.claimed_at - job.enqueued_at), 3)
             moved = {} if job.moved_from is None else {"moved_from": job.moved_from}
@@ -217,13 +220,11 @@ class Fetcher(threading.Thread):
     def _read_ahead(self) -> None:
         self._store.read_ahead(self._queue.next_agents(_READ_AHEAD_JOBS * self._max_in_flight))
 
-    def _pin_agents(self, *, is_all: bool) -> None:
-        """Called before the loader gets a job: the caches that it reads must not be evicted until the job has ended."""
-        running = busy_beside(self._queue.in_flight()).agents
-        pinned = (running, self._queue.waiting_agents(), is_all)
+    def _pin(self, running: frozenset[str], waiting: frozenset[str], *, is_all: bool) -> None:
+        pinned = (running, waiting, is_all)
         if pinned != self._pinned:
             self._pinned = pinned
-            self._store.pin(pinned[0], pinned[1], is_all=pinned[2])
+            self._store.pin(running, waiting, is_all=is_all)
 
     def _cancel_overdue(self) -> None:
         now = time.monotonic()
