@@ -29,6 +29,7 @@ from tests.worker.memory.agents import (
 from tests.worker.memory.faulty_files import FullFiles
 
 from stoker_shared.errors import AgentTranscriptUnreadable, StoreUnusable
+from stoker_worker.memory.admin.archive import export_agent
 from stoker_worker.memory.agent_changes import fork_agent
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.memory.store_parts import opened
@@ -199,6 +200,18 @@ def test_a_command_beside_the_worker_knows_of_a_lost_turn_that_the_database_refu
     with closing(lose_a_turn(tmp_path / "store", sqlite, stored=400)):
         with opened(tmp_path / "store") as parts, pytest.raises(AgentTranscriptUnreadable, match="not saved"):
             fork_agent(parts, "agent", "fork")
+        sqlite.arm(1, 0)
+
+
+def test_a_command_knows_of_a_lost_turn_that_it_cannot_put_into_the_database(tmp_path: Path) -> None:
+    sqlite = FullFiles()
+    with closing(lose_a_turn(tmp_path / "store", sqlite, stored=400)) as store:
+        store.pin(frozenset({"agent"}), frozenset())  # a job of it runs
+        with opened(tmp_path / "store") as parts:
+            with pytest.raises(AgentTranscriptUnreadable, match="not saved"):
+                fork_agent(parts, "agent", "fork")
+            with pytest.raises(AgentTranscriptUnreadable, match="not saved"):
+                export_agent(parts, "agent", tmp_path / "exported")
         sqlite.arm(1, 0)
 
 

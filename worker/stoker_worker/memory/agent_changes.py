@@ -97,12 +97,13 @@ def exists(parts: StoreParts, agent_id: str) -> bool:
         return transcripts.find_agent(connection, agent_id) is not None
 
 
-def readable(connection: Connection, agent_id: str) -> AgentState:
+def readable(parts: StoreParts, connection: Connection, agent_id: str) -> AgentState:
     """The state of an agent whose transcript is whole. Raises `AgentNotFound`; `AgentTranscriptUnreadable`: it is
     damaged, or lacks the last turn; `Damaged`: it is unknown whether there is such an agent."""
     state = transcripts.read_agent(connection, agent_id)
-    if state.problem is not None:
-        raise AgentTranscriptUnreadable(f"the transcript of agent {agent_id!r}: {state.problem}")
+    problem = "its last turn was not saved" if agent_id in parts.unsaved else state.problem
+    if problem is not None:
+        raise AgentTranscriptUnreadable(f"the transcript of agent {agent_id!r}: {problem}")
     if state.version.transcript is None:
         raise AgentNotFound(f"there is no agent {agent_id!r}")
     return state
@@ -200,7 +201,7 @@ def _open_version(
     target, number = base.agent_id, base.number + 1
     while True:
         with naming(source), parts.database.snapshot() as connection:
-            version = readable(connection, source).version
+            version = readable(parts, connection, source).version
             asked.check(source, version.number)
             check_vacant(connection, target)
         opened: dict[Path, BinaryIO] = {}

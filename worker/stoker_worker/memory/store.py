@@ -103,7 +103,7 @@ class AgentCacheStore(CacheStorePort):
             self._notes = Notes(parts)
             self.budget = DiskBudget(parts, self._notes, max_bytes=max_bytes, on_evicted=self.ram_cache.drop)
             self.in_flight = opened.enter_context(closing(InFlight(folder)))
-            self.unsaved = UnsavedTurns(parts.path, parts.database, parts.files)
+            parts.unsaved = self.unsaved = UnsavedTurns(parts.path, parts.database, parts.files)
             self.unsaved.reserve()
             self._close_files = opened.pop_all().close
         self._turns = TurnSaver(parts, self.budget, keep_versions=keep_versions)
@@ -489,8 +489,6 @@ class AgentJobs(AgentJobsPort):
         return forget_agent(self._parts, agent_id, asked, on_removed=removed)
 
     def _fork(self, source: str, target: str, asked: Asked) -> AgentResult:
-        if source in self._store.unsaved:
-            raise AgentTranscriptUnreadable(f"the transcript of agent {source!r}: its last turn was not saved")
         if target in self._store.unsaved:
             raise AgentExists(f"there is an agent {target!r} already")
         with self._budget.using(target, ()):

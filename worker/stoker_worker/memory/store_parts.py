@@ -7,7 +7,7 @@ them apart. Only one of them is a worker (`locks.StoreLock`).
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -171,7 +171,13 @@ def _release(counts: Counter[str], names: Iterable[str]) -> None:
 
 @dataclass
 class StoreParts:
-    """An open store. `replica`: its shared store, if there is one. `holds`: the cache that this process counts on."""
+    """An open store.
+
+    Attributes:
+        replica: its shared store, if there is one.
+        holds: the cache that this process counts on.
+        unsaved: the agents whose last turn is lost, as far as the database does not have that yet.
+    """
 
     path: Path
     files: Disk
@@ -181,6 +187,7 @@ class StoreParts:
     pieces: PieceFolder
     replica: Replica = field(default_factory=Replica)
     holds: Holds = field(default_factory=Holds)
+    unsaved: Container[str] = frozenset()
 
     @property
     def temp(self) -> Path:
@@ -259,5 +266,6 @@ def opened(path: Path) -> Iterator[StoreParts]:
     when the command meets a damaged page."""
     with closing(open_parts(path)) as parts, refused_if_damaged(path):
         with refused_if_unusable(path):
-            UnsavedTurns(path, parts.database, parts.files).move_all()
+            parts.unsaved = unsaved = UnsavedTurns(path, parts.database, parts.files)
+            unsaved.move_all()
         yield parts

@@ -41,7 +41,7 @@ class UnsavedTurns:
         self._places = {agent_id: place for place, agent_id in self._on_disk()}
         self._to_blank: set[int] = set()
 
-    def __contains__(self, agent_id: str) -> bool:
+    def __contains__(self, agent_id: object) -> bool:
         return agent_id in self._places
 
     def reserve(self) -> None:

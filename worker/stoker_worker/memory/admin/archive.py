@@ -45,7 +45,7 @@ def export_agent(parts: StoreParts, agent_id: str, target: Path) -> Exported:
     if target.exists():
         raise AgentMemoryError(f"{target} exists already")
     with naming(agent_id), parts.database.snapshot() as connection:
-        state = readable(connection, agent_id)
+        state = readable(parts, connection, agent_id)
         transcript, row = state.version.transcript, state.row
         assert transcript is not None  # it is readable
         assert row is not None
