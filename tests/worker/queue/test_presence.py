@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import time
+from queue import SimpleQueue
 
 import pytest
 from rq.command import send_shutdown_command
@@ -72,11 +73,11 @@ def test_a_heartbeat_registers_a_paused_worker_again_after_rqs_tools_removed_it(
 
 def test_commands_arrive_on_a_connection_that_is_tried_now_and_then(connection, queue):
     """One that died while the machine slept would be waited on for hours, and all commands lost."""
-    registration, heard = queue._registration, []
+    registration, heard = queue._registration, SimpleQueue[None]()
     tried = registration.pubsub_thread.pubsub.connection
     assert 0 < tried.health_check_interval < 60  # less than between two looks of RQ's thread
     tried.health_check_interval = 1e-6  # from now on it is tried all the time
-    registration.on_shutdown = lambda: heard.append("shutdown")
-    for n in range(1, 4):
+    registration.on_shutdown = lambda: heard.put(None)
+    for _ in range(3):
         send_shutdown_command(connection, registration.name)
-        wait_for(lambda n=n: len(heard) == n)
+        heard.get(timeout=10)

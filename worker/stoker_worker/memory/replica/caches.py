@@ -142,8 +142,8 @@ class SharedCaches:
                 names.append(name)
         self._bucket.put(manifest_name(key), manifest(version.number, names))
         self._bucket.remove(name for name in before if name.startswith(pieces_prefix(key)) and name not in names)
-        there = self._bucket.find(version_name(agent_id, version.number))
-        if there is not None and there.n_bytes == len(EMPTIED):  # it was forgotten meanwhile, perhaps elsewhere
+        stored = self._bucket.find(version_name(agent_id, version.number))
+        if stored is not None and stored.n_bytes == len(EMPTIED):  # it was forgotten meanwhile, perhaps elsewhere
             remove_caches(self._bucket, agent_id)
         return version.number
 
