@@ -11,7 +11,6 @@ from rq.command import send_shutdown_command
 from rq.queue import Queue
 from rq.worker import Worker
 from rq.worker_registration import clean_worker_registry
-from tests.support.wait import wait_for
 from tests.worker.queue.looking import LEASE, MEMBER
 
 from stoker_worker.ports import Busy, Serving
