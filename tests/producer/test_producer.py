@@ -143,6 +143,15 @@ def test_a_chunk_is_bounded_in_jobs_and_in_bytes(n_jobs, prompt, chunks):
     assert [len(step.keys) for step in played(operation) if isinstance(step, Watched)] == chunks
 
 
+def test_a_list_that_its_owner_empties_meanwhile_is_enqueued_whole():
+    requests = [GenerationRequest(agent_id="a", prompt="x")] * 201
+    n_jobs = 0
+    for step in played(submit_many("generate", requests, Routing("generate"), {}, None)):
+        requests.clear()
+        n_jobs += len(step.keys) if isinstance(step, Watched) else 0
+    assert n_jobs == 201
+
+
 def played(operation):
     """The operation's steps; each is answered as if it had been carried out."""
     step = next(operation)

@@ -193,7 +193,7 @@ def test_another_redis_url_starts_the_service_anew_and_no_password_is_printed(ma
 
 
 VERBS = {
-    ".plist": [["enable", "bootstrap"], ["kickstart"], ["bootout", "enable", "bootstrap"]],
+    ".plist": [["enable", "bootstrap"], ["enable", "kickstart"], ["bootout", "enable", "bootstrap"]],
     ".service": [["enable", "restart"], ["enable", "start"], ["enable", "restart"]],
 }
 
@@ -291,6 +291,20 @@ def test_a_service_that_launchd_does_not_end_is_named_and_stays_installed(manage
     assert refused.exit_code == 1
     assert "launchd does not end stoker-worker: see launchctl print gui/" in refused.output
     assert files(managed) == [file]
+
+
+@BOTH
+def test_a_service_runs_on_if_its_new_file_cannot_be_written(managed, monkeypatch):
+    def full(path, content):
+        raise OSError(28, "No space left on device", str(path))
+
+    managed.install()
+    managed.calls()
+    monkeypatch.setattr("stoker_worker.service.write_new", full)
+    refused = managed.install("--max-batch", "3")
+    assert (refused.exit_code, "No space left" in refused.output) == (1, True)
+    assert managed.is_loaded()
+    assert not managed.calls()
 
 
 @MAC

@@ -12,12 +12,13 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from stoker_shared.durable_file import replace_file
+from stoker_shared.durable_file import draft_of, write_new
 from stoker_shared.environment import ENV_PREFIX
 from stoker_shared.errors import StokerError
 
@@ -108,11 +109,15 @@ def _is_other(path: Path, text: str) -> bool:
     return not path.exists() or path.read_bytes() != text.encode()
 
 
-def _write(path: Path, text: str) -> None:
-    """Write a file, readable only by its owner because variables may have passwords. Only after a service that runs
-    with another file has stopped: if `install` is interrupted before, the next one still finds the difference."""
+@contextmanager
+def _replaced(path: Path, text: str) -> Iterator[None]:
+    """Write a file, readable only by its owner because variables may have passwords. In the block, stop the service
+    that runs with the file as it is. The text is on disk before that, because the disk may be full, and the file is
+    replaced after it: if `install` is interrupted, the next one still finds the difference."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, text.encode())
+    with draft_of(path) as draft:
+        write_new(draft, text.encode())
+        yield
 
 
 # --- a Mac ---
@@ -160,14 +165,14 @@ class Launchd:
         path, text, is_loaded = self.path(unit.name), self.text(unit), self._is_loaded(unit.name)
         self._logs.mkdir(parents=True, exist_ok=True)  # else launchd makes it, as root
         is_other = _is_other(path, text)
-        if is_other and is_loaded:
-            say("it runs: it stops first, once its running jobs have ended")
-            self._unload(unit.name, self._stop_timeout_s(unit.name))
         if is_other:
-            _write(path, text)
+            with _replaced(path, text):
+                if is_loaded:
+                    say("it runs: it stops first, once its running jobs have ended")
+                    self._unload(unit.name, self._stop_timeout_s(unit.name))
         say(f"{'wrote' if is_other else 'unchanged:'} {path}")
+        called("launchctl", "enable", self._target(unit.name))  # launchd refuses one that was disabled: error 5
         if is_other or not is_loaded:
-            called("launchctl", "enable", self._target(unit.name))  # launchd refuses one that was disabled: error 5
             called_well("launchctl", "bootstrap", self._session, str(path))
         else:  # it may have ended well, and then starts only if told to
             called_well("launchctl", "kickstart", self._target(unit.name), or_code=_RUNS_ALREADY)
@@ -276,11 +281,11 @@ class Systemd:
         self._require()
         path, text = self.path(unit.name), self.text(unit)
         is_other = _is_other(path, text)
-        if is_other and called(*_SYSTEMCTL, "--quiet", "is-active", path.name).returncode == 0:
-            say("it runs: it stops first, once its running jobs have ended")
-            called_well(*_SYSTEMCTL, "stop", path.name)  # before the reload, which gives it the new TimeoutStopSec
         if is_other:
-            _write(path, text)
+            with _replaced(path, text):
+                if called(*_SYSTEMCTL, "--quiet", "is-active", path.name).returncode == 0:
+                    say("it runs: it stops first, once its running jobs have ended")
+                    called_well(*_SYSTEMCTL, "stop", path.name)  # the reload would give it the new TimeoutStopSec
         say(f"{'wrote' if is_other else 'unchanged:'} {path}")
         called_well(*_SYSTEMCTL, "daemon-reload")
         called_well(*_SYSTEMCTL, "--quiet", "enable", path.name)

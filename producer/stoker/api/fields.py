@@ -96,6 +96,7 @@ _INSTEAD: Final[Mapping[str, str]] = {
     "num_ctx": "a worker has the whole context of its model",
     "cache_prompt": "give 'cache'",
     "priority": "calls of higher priority have a queue of their own",
+    "expires_after": "files stay until they are deleted",
 }
 """The right names for fields of other servers."""
 
@@ -111,7 +112,7 @@ def apply_rules(
     `FieldRefused`: a field is unknown or cannot be served."""
     for name, value in body.items():
         if name not in rules:
-            _unknown(name[:_NAME_CHARACTERS], url, options)
+            drop_unknown(name, url, options)
         elif value is not None and not _is_unset(name, value):
             rules[name](fields, value, options)
     if body.get("model") is None and not options.any_model:
@@ -122,7 +123,9 @@ def _is_unset(name: str, value: Any) -> bool:
     return any(type(value) is type(neutral) and value == neutral for neutral in _NOT_SET.get(name, ()))
 
 
-def _unknown(name: str, url: str, options: BodyOptions) -> None:
+def drop_unknown(name: str, url: str, options: BodyOptions) -> None:
+    """Raises `FieldRefused` unless unknown fields are dropped."""
+    name = name[:_NAME_CHARACTERS]
     if not options.ignore_unknown:
         instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
         raise FieldRefused(name, f"is not a known field of {url}{instead}", "unknown_parameter")

@@ -73,6 +73,8 @@ def build_app(redis_url: str, settings: ServeSettings) -> Starlette:
     app.state.background = Background(app.state.backend, ResponseStore(settings.batch_store))
     app.state.files = FileStore(settings.batch_store)
     app.state.batches = BatchStore(settings.batch_store)
+    for folders in (app.state.files, app.state.batches):  # those of responses are swept all the time
+        folders.remove_remains()
     app.state.runner = BatchRunner(open_connection(redis_url), app.state.batches, app.state.files, settings)
     return app
 

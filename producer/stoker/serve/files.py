@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from stoker.api.failure import Failure
+from stoker.api.fields import drop_unknown
 from stoker.serve.responses import Json, page_of
 from stoker.serve.store import BatchStore, FileStore, StoredFile
 
@@ -27,10 +28,8 @@ async def upload(request: Request) -> Response:
             raise Failure(400, "'file' is missing", code="missing_required_parameter", param="file")
         if form.get("purpose") != PURPOSE:
             raise Failure(400, f"'purpose' must be {PURPOSE}", code="invalid_value", param="purpose")
-        if unknown := sorted(set(form) - {"file", "purpose"}):
-            name = unknown[0][:64]
-            why = "is not a known field of /v1/files; files stay until they are deleted"
-            raise Failure(400, f"'{name}' {why}", code="unknown_parameter", param=name)
+        for field in set(form) - {"file", "purpose"}:  # a form has ``expires_after[seconds]``
+            drop_unknown(field.partition("[")[0], request.url.path, request.app.state.backend.settings.body_options)
         source, name = file.file, (file.filename or "upload")[:255]
         files: FileStore = request.app.state.files
         owner = request.state.owner

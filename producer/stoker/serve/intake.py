@@ -106,6 +106,8 @@ def call_jobs(raw: bytes, head: CallHead, settings: ServeSettings) -> CallJobs:
         raise of_exception(error) from None
     session = requests[0].session or session
     has_new_response = call.is_stored and _store(store, call, head.owner, jobs[0].job_id, session)
+    if head.key is not None and not call.is_stored and store.read(response_id(head.key)) is not None:
+        raise _names_another(head.key)
     has_one_text = len(requests) == 1 and requests[0].n == 1 and not requests[0].logprobs
     call = replace(call, requests=(), input=None)
     return CallJobs(jobs, head.key is not None, call, has_one_text, requests[0].model, has_new_response)
@@ -154,9 +156,17 @@ def _store(store: ResponseStore, call: ApiCall, owner: str, job_id: str, session
         message = f"the response cannot be stored: {error.strerror}"
         raise Failure(503, message, code="no_space", retryable=True) from None
     earlier = None if is_new else store.read(response.id)
-    if earlier is not None and replace(earlier, created_at=response.created_at) != response:
-        raise Failure(409, f"Idempotency-Key: {job_id!r} names another response already", code="duplicate_job")
+    if earlier is not None and _asked(earlier) != _asked(response):
+        raise _names_another(job_id)
     return is_new
+
+
+def _names_another(key: str) -> Failure:
+    return Failure(409, f"Idempotency-Key: {key!r} names another response already", code="duplicate_job")
+
+
+def _asked(response: StoredResponse) -> tuple[Any, ...]:
+    return response.owner, response.continues, response.input
 
 
 def _as_utf8(value: str) -> str:

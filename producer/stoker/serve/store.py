@@ -61,7 +61,10 @@ class OwnedFolders(Generic[OwnedT]):
         """Raises `OSError`: the folder cannot be made."""
         self.folder = store / self.place
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for path in self.folder.glob(".*"):  # drafts and discarded folders; another process may still be at a new one
+
+    def remove_remains(self) -> None:
+        """Remove drafts and discarded folders that a killed process left; not those of a process that runs."""
+        for path in self.folder.glob(".*"):
             with suppress(FileNotFoundError):
                 if path.stat().st_mtime < time.time() - _REMAINS_S:
                     shutil.rmtree(path, ignore_errors=True)

@@ -322,7 +322,8 @@ def test_the_next_start_removes_what_a_killed_process_left(tmp_path):
     for path in (old, new):
         path.mkdir(parents=True)
     os.utime(old, (0, 0))
-    assert list(FileStore(tmp_path).folder.iterdir()) == [new]
+    (store := FileStore(tmp_path)).remove_remains()
+    assert list(store.folder.iterdir()) == [new]
 
 
 def add_some(store, n):
@@ -449,13 +450,14 @@ def test_the_answer_of_a_keyed_call_whose_client_is_gone_can_be_read_and_continu
 def test_a_key_leads_no_other_call_to_a_stored_response_even_once_redis_has_forgotten_its_job(tmp_path):
     served = ServeSettings(tmp_path, body_options=BodyOptions(any_model=True))
 
-    def is_new(owner, text):
-        return call_jobs(json.dumps({"input": text}).encode(), CallHead(URL, {}, "k", owner), served).has_new_response
+    def is_new(owner, text, **more):
+        body = json.dumps({"input": text, **more}).encode()
+        return call_jobs(body, CallHead(URL, {}, "k", owner), served).has_new_response
 
     assert [is_new("ann", "x"), is_new("ann", "x")] == [True, False]
-    for owner, text in (("bob", "x"), ("ann", "y")):
+    for owner, text, is_stored in (("bob", "x", True), ("ann", "y", True), ("bob", "x", False)):
         with pytest.raises(Failure) as refused:
-            is_new(owner, text)
+            is_new(owner, text, store=is_stored)
         assert (refused.value.status, refused.value.error["code"]) == (409, "duplicate_job")
 
 

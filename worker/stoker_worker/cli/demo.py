@@ -98,11 +98,14 @@ def _remove_earlier(folder: Path) -> None:
     for old, made_by_us in ((store, "lock"), (queue, "server.lock")):
         if old.exists() and not (old / made_by_us).exists():
             raise StoreUnusable(f"{old} is of no earlier demo: give the demo another --folder, or remove it")
-    if store.exists():
-        with closing(StoreLock(store)):
-            shutil.rmtree(store)
-    if queue.exists():
-        shutil.rmtree(queue)
+    try:
+        if store.exists():
+            with closing(StoreLock(store)):
+                shutil.rmtree(store)
+        if queue.exists():
+            shutil.rmtree(queue)
+    except OSError as error:
+        raise StoreUnusable(f"the earlier demo cannot be removed: {error}") from error
 
 
 def _submit(producer: Producer, agent_id: str, turn: int) -> Ticket:
