@@ -149,7 +149,7 @@ def submit_many(
     chunk: list[NewJob] = []
     chunk_bytes = 0
     for index, request in enumerate(requests if checked is None else checked):  # the caller may change its own list
-        valid = request if checked is not None else (yield from _checked(index, request, routing, given))
+        valid = checked[index] if checked is not None else (yield from _checked(index, request, routing, given))
         job = NewJob(valid, options, queue_of(valid, queue), next(ids) if ids else None)
         if chunk and (len(chunk) == CHUNK_JOBS or chunk_bytes + job.size_bytes > CHUNK_BYTES):
             submitted += yield from _enqueue_chunk(chunk, ids is None)

@@ -240,9 +240,10 @@ def token_logprob(token_id: int, logprobs: mx.array, *, n_top: int, tokenizer: T
         logprobs: (vocabulary,), evaluated, and normalised in the model's precision; after bias, penalties and a guide,
             before temperature and filters. Tokens that a guide forbids are never among the likeliest.
     """
-    values = np.asarray(logprobs.astype(mx.float32))
-    # In 16 bits the logarithm of the sum was rounded: all values are too large or too small by the same amount.
-    values = values - np.log(np.exp(values).sum())
+    exact = logprobs.astype(mx.float32)
+    if logprobs.dtype != mx.float32:  # the logarithm of the sum was rounded: all are off by the same amount
+        exact -= mx.logsumexp(exact)
+    values = np.asarray(exact)
     likeliest = np.argsort(-values, kind="stable")[:n_top].tolist() if n_top else []
     return TokenLogprob(
         **about_token(token_id, tokenizer),

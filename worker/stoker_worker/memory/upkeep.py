@@ -251,6 +251,8 @@ class Upkeep:
                 return
             last = rows[-1].address
             for row in rows:
+                if not str(row.model).isalnum():
+                    continue  # it is damaged, and may name any path
                 path, checkpoint = self._parts.blocks.both(row.model, row.address)
                 if (sizes.get(path, 0), sizes.get(checkpoint, 0)) != (row.n_bytes, row.checkpoint_bytes):
                     self._notes.block_changed(path)

@@ -160,7 +160,7 @@ class ControlTokens:
         self._in_rendered = re.compile("|".join([f"{_ESCAPE}(.)", *tokens]), re.DOTALL)
         self._marked: _MarkedTokenizer | None = None
         normalizer = tokenizer.backend_tokenizer.normalizer
-        self._composed: Callable[[str], str] = normalizer.normalize_str if type(normalizer).__name__ == "NFC" else str
+        self._compose: Callable[[str], str] = normalizer.normalize_str if type(normalizer).__name__ == "NFC" else str
 
     def escape(self, value: Any, *, own_words: bool = False) -> Any:
         """`value` with every string in it escaped, at any depth and in dict keys too, and composed (NFC) if the
@@ -168,7 +168,8 @@ class ControlTokens:
         if isinstance(value, str):
             if own_words:
                 return value.replace(_ESCAPE, _ESCAPE * 2)
-            value = self._composed(value)  # else the text of the token ids, which `rest_of` compares, is another one
+            if not value.isascii():  # else the text of the token ids, which `rest_of` compares, is another one
+                value = self._compose(value)
             return self._in_text.sub(lambda found: _ESCAPE + self._stand_ins.get(found[0], _ESCAPE), value)
         if isinstance(value, Mapping):
             return {self.escape(k, own_words=own_words): self.escape(v, own_words=own_words) for k, v in value.items()}

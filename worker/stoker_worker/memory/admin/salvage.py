@@ -92,19 +92,19 @@ class _Salvage:
         self._to = connection
         root = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = 'store'").fetchone()[0]
         file, doubt = _open(self._folder, root)
+        keys = set()
         for row in file.rows():
             match row:
-                case (int(), (None, str(name), *_)) | (None, (str(name), int())) if transcripts.is_lost(name):
-                    pass  # an earlier salvage has named it so; the index by key has what is known of it
+                case int(), (None, str(name), bytes(key), *_) if name == transcripts.lost_name(key):
+                    keys.add(key)  # an earlier salvage has named it so
                 case int(number), (None, str(agent_id), *rest) if len(rest) == _AGENT_COLUMNS - 2:
                     self._names.setdefault(number, set()).add(agent_id)
                     self._take_agent(number, agent_id, *rest)
-                case None, (str(agent_id), int(number)):  # of the index by id
+                case None, (str(agent_id), int(number)) if not transcripts.is_lost(agent_id):  # of the index by id
                     self._names.setdefault(number, set()).add(agent_id)
         known = dict(connection.execute("SELECT number, agent_id FROM agents").fetchall())
         without_row = sorted(self._names.keys() - known)
         self._names |= {number: {agent_id} for number, agent_id in known.items()}
-        keys = set()
         for row in file.rows():
             match row:
                 case int(), (int(number), int(version), *rest) if len(rest) == _TURN_COLUMNS - 2:

@@ -85,7 +85,7 @@ def _share_agent(parts: StoreParts, versions: Versions, agent_id: str) -> bool |
         there = versions.get(agent_id, newest) if newest else None
         with parts.database.snapshot() as connection:
             row = transcripts.find_agent(connection, agent_id)
-            if row is not None and row.unsaved:  # only this store knows that
+            if agent_id in parts.unsaved or (row is not None and row.unsaved):  # only this store knows that
                 raise Damaged("its last turn was not saved; rollback --to its newest version, or rm it, first")
             if row is None or not row.version:
                 return False

@@ -12,9 +12,9 @@ local status = redis.pcall('HGET', job, 'status') -- an error, which is no statu
 if left == 0 and not started then
   return status == 'queued' and redis.call('LPOS', queue, job_id) and 'waits' or 'ended'
 end
-local is_enqueued = started and is_rewritten(job, job_id, status) -- while it ran
-local runs = status == 'started' or status == 'queued' or is_enqueued
-if is_enqueued then
+local is_written = is_rewritten(job, job_id, status)
+local runs = status == 'started' or is_written
+if started and is_written then -- its id was enqueued again while it ran
   local named = 'rq:queue:' .. (redis.call('HGET', job, 'origin') or '')
   local waits = type(redis.pcall('LPOS', named, job_id)) == 'number' -- any key of a job may have any type
   local ran = redis.call('HGET', execution, its_delivery)
