@@ -13,6 +13,7 @@ import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -28,7 +29,7 @@ from worker_process import WorkerProcess, watched
 
 from stoker import Producer
 from stoker_shared import GenerationResult
-from stoker_shared.errors import JobError
+from stoker_shared.errors import JobError, ResultTimeout
 from stoker_worker.embedded_redis import EmbeddedServer
 
 PATIENCE_S = 300.0
@@ -115,16 +116,16 @@ def serve(
             if stops and progress(len(served.results)) >= stops[0][0]:
                 served.restarts.append(_restarted(process, stops.popleft()[1]))
             tickets = waiting.popleft()
-            served.results += producer.results(tickets, PATIENCE_S, return_errors=True)
-            with connection.pipeline(transaction=False) as pipeline:
-                for ticket in tickets:
-                    pipeline.xlen(Result.get_key(ticket.job_id))
-                for ticket in tickets:
-                    pipeline.hget(Job.key_for(ticket.job_id), "ended_at")
-                found = pipeline.execute()
-            served.n_results += found[: len(tickets)]
-            ends = (utcparse(end.decode()).timestamp() if end else time.time() for end in found[len(tickets) :])
-            served.ends += ends
+            ended: dict[str, list[Any]] = {}
+            with suppress(ResultTimeout):
+                for ticket in producer.as_completed(tickets, PATIENCE_S):  # at once: a result stays for a while only
+                    with connection.pipeline(transaction=False) as pipeline:
+                        pipeline.xlen(Result.get_key(ticket.job_id)).hget(Job.key_for(ticket.job_id), "ended_at")
+                        ended[ticket.job_id] = pipeline.execute()
+            served.results += producer.results(tickets, 0, return_errors=True)
+            for n_results, end in (ended.get(ticket.job_id, [0, None]) for ticket in tickets):
+                served.n_results.append(n_results)
+                served.ends.append(utcparse(end.decode()).timestamp() if end else time.time())
     return served, [json.loads(line) for line in samples.read_text().splitlines()], process.log.read_text()
 
 
