@@ -141,14 +141,14 @@ def submit_many(
     checked: list[GenerationRequest] | None = None
     if isinstance(requests, Sequence):
         checked = []
-        for index, request in enumerate(requests):
+        for index, request in enumerate(tuple(requests)):  # the caller may change its own list meanwhile
             checked.append((yield from _checked(index, request, routing, given)))
             yield from busy.rest()
     ids = iter(job_ids) if job_ids is not None else None
     submitted: list[Submitted] = []
     chunk: list[NewJob] = []
     chunk_bytes = 0
-    for index, request in enumerate(requests if checked is None else checked):  # the caller may change its own list
+    for index, request in enumerate(requests if checked is None else checked):
         valid = checked[index] if checked is not None else (yield from _checked(index, request, routing, given))
         job = NewJob(valid, options, queue_of(valid, queue), next(ids) if ids else None)
         if chunk and (len(chunk) == CHUNK_JOBS or chunk_bytes + job.size_bytes > CHUNK_BYTES):

@@ -97,7 +97,7 @@ def test_launchd_loads_the_unit_and_nothing_of_it_stays(managed: Managed, monkey
     from machine_checks import launchd  # type: ignore[import-not-found]
 
     assert launchd(managed.home)["equal"]
-    assert [call.split()[0] for call in managed.calls()] == ["bootstrap", "bootout"]
+    assert [call.split()[0] for call in managed.calls()] == ["enable", "bootstrap", "bootout"]
     assert not list(managed.home.rglob("*.plist"))
 
 

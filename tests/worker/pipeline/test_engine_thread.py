@@ -266,6 +266,8 @@ def test_a_panic_when_a_job_enters_the_engine_fails_that_job_alone(running):
     thread.put(job)
     failed, outcome = finisher.next()
     assert (failed, str(outcome.error)) == (job, "PanicException: index out of bounds")
+    assert engine.steps.get(timeout=TIMEOUT_S) == []
+    engine.ends.put([])
     thread.put(ready("b", has_next=False))
     assert engine.steps.get(timeout=TIMEOUT_S) == ["b"]
 
