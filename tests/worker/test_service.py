@@ -280,13 +280,19 @@ def test_a_folder_that_cannot_be_written_is_named(managed):
     assert str(managed.home) in refused.output
 
 
-@MAC
-def test_a_service_that_launchd_does_not_end_is_named_and_stays_installed(managed, monkeypatch):
+def stuck(managed: Managed, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Install a service that launchd does not end; returns its file."""
     monkeypatch.setattr("stoker_worker.service._MARGIN_S", 0.3)
     managed.install()
     [file] = files(managed)
     file.write_bytes(plistlib.dumps(plistlib.loads(file.read_bytes()) | {"ExitTimeOut": 0}))
     (managed.state / "stuck").touch()
+    return file
+
+
+@MAC
+def test_a_service_that_launchd_does_not_end_is_named_and_stays_installed(managed, monkeypatch):
+    file = stuck(managed, monkeypatch)
     refused = managed.service("uninstall")
     assert refused.exit_code == 1
     assert "launchd does not end stoker-worker: see launchctl print gui/" in refused.output
@@ -310,11 +316,7 @@ def test_a_service_runs_on_if_its_new_file_cannot_be_written(managed, monkeypatc
 @MAC
 def test_an_install_that_ended_while_the_worker_stopped_can_be_repeated(managed, monkeypatch):
     """The worker must not go on with its old options."""
-    monkeypatch.setattr("stoker_worker.service._MARGIN_S", 0.3)
-    managed.install()
-    [file] = files(managed)
-    file.write_bytes(plistlib.dumps(plistlib.loads(file.read_bytes()) | {"ExitTimeOut": 0}))
-    (managed.state / "stuck").touch()
+    file = stuck(managed, monkeypatch)
     assert managed.install("--max-batch", "3").exit_code == 1
     (managed.state / "stuck").unlink()
     managed.calls()

@@ -1,4 +1,5 @@
-"""Reads the form of a model's answers from mlx-lm's tokenizer wrapper. Pure; imports neither MLX nor transformers."""
+"""Reads the form of a model's answers from mlx-lm's tokenizer wrapper, and adds what that lacks: gpt-oss's channels,
+and the ids in Mistral's calls. Pure; imports neither MLX nor transformers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
