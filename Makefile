@@ -23,6 +23,11 @@ LANE = -m "not scheduled"
 # It plays with time: nothing of ours runs beside it.
 ALONE := tests/chaos/test_chaos.py
 
+# The path of a socket has at most 103 bytes on a Mac, and the usual folder for temporary files takes most of them.
+ifeq ($(shell uname),Darwin)
+export TMPDIR := /tmp
+endif
+
 # What the pages link to.
 SITE_PAGES := README.md CHANGELOG.md CONTRIBUTING.md LICENSE docs docker experiments producer shared worker
 
@@ -38,10 +43,10 @@ demo: .venv/worker fast-blas
 # After every edit: four processes, because many of its tests wait for a server. No MLX, no worker processes, no chaos, no
 # browser, nothing slow. With SERVER, only the tests that use a server.
 quick: PROCESSES = 4
-quick: .venv/dev $(SERVER:valkey=.cache/valkey)
+quick: .venv/dev $(patsubst valkey,.cache/valkey,$(SERVER))
 	$(BESIDE) -m "$(if $(SERVER),server and )not mlx and not model and not slow and not scheduled" tests/test_*.py tests/shared tests/producer tests/worker
 
-test: .venv/dev fast-blas $(SERVER:valkey=.cache/valkey)
+test: .venv/dev fast-blas $(patsubst valkey,.cache/valkey,$(SERVER))
 	$(BESIDE) $(LANE) $(ALONE:%=--ignore=%)
 	$(BIN)/pytest $(LANE) $(ALONE)
 

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 def lines_of(path):
     """The lines that are objects: half a line may be the last one, because the batch may still run."""
-    for raw in path.open(encoding="utf-8"):
+    for raw in path.open(encoding="utf-8", errors="replace"):
         try:
             line = json.loads(raw)
         except ValueError:

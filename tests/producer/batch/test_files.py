@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -153,11 +154,11 @@ def test_the_file_of_another_batch_is_refused_and_so_is_a_device(out):
         output.append([(1, answer(1, batch=other))])
     with pytest.raises(OutputRefused, match=f"{other}.*{BATCH}"):
         OutputFile(out, BATCH)
-    for path in (Path("/dev/full"), Path("/dev/null")):
-        with pytest.raises(OutputRefused, match=str(path)):
-            OutputFile(path, BATCH)
+    with pytest.raises(OutputRefused, match="/dev/null"):
+        OutputFile(Path("/dev/null"), BATCH)
 
 
+@pytest.mark.skipif(sys.platform == "darwin", reason="APFS has only names of UTF-8")
 def test_a_path_that_is_no_text_is_shown_as_well_as_can_be(tmp_path):
     with OutputFile(tmp_path / os.fsdecode(b"out \xff.jsonl"), BATCH) as output:
         assert output.identity.encode().endswith(b"/out ?.jsonl")
