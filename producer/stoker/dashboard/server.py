@@ -68,9 +68,9 @@ def serve_dashboard(
         if not allow_remote:
             raise ValueError(
                 f"{bind} can be reached from other machines, and the dashboard has no password: anybody there could "
-                "read every prompt and delete jobs; give --allow-remote to listen on it nevertheless"
+                "see every result and delete jobs; give --allow-remote to listen on it nevertheless"
             )
-        report(f"warning: anybody who can reach {bind} can read every prompt and delete jobs; there is no password")
+        report(f"warning: anybody who can reach {bind} can see every result and delete jobs; there is no password")
     connection = open_connection(redis_url)
     with redis_errors(connection):
         connection.ping()

@@ -214,6 +214,15 @@ def test_json_is_one_value(command: Command, two_agents: Path, arguments: tuple[
     json.loads(command(*arguments, "--json", ok="nobody" not in arguments).stdout)
 
 
+def test_the_store_in_the_settings_file_is_the_one_of_the_commands(
+    two_agents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "worker.toml").write_text(f'store = "{two_agents}"\n')
+    monkeypatch.setenv("STOKER_CONFIG", str(tmp_path / "worker.toml"))
+    result = CliRunner().invoke(main, ["memory", "ls", "--json"])
+    assert (result.exit_code, len(json.loads(result.stdout))) == (0, 2), result.output
+
+
 def test_a_misspelt_variable_is_refused(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STOKER_STROE", "elsewhere")
     assert "STOKER_STROE (did you mean STOKER_STORE?)" in command("ls", ok=False).output

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from stoker_shared.environment import require_known_variables
 from stoker_shared.errors import AgentNotFound, SharedStoreAway, StokerError
 from stoker_shared.help_layout import LaidOutGroup
 from stoker_shared.text import printable, seconds_of
 from stoker_worker.cli.ending import MISSING, cleaned_up_when_terminated
+from stoker_worker.cli.run_options import settings_of
 
 if TYPE_CHECKING:
     from stoker_worker.memory.admin.listing import Sort
@@ -37,13 +37,10 @@ def command(run: Callable[..., None]) -> click.Command:
     """Make a command, with the two common options and the handling of errors."""
 
     @functools.wraps(run)
-    def reporting(as_json: bool, store: Path, **options: Any) -> None:
+    def reporting(as_json: bool, store: Path | None, **options: Any) -> None:
+        settings, _ = settings_of({"store": store})
         try:
-            require_known_variables()
-        except ValueError as error:  # with a misspelt STOKER_STORE it would open another store
-            raise click.UsageError(str(error)) from None
-        try:
-            run(store=store.expanduser(), as_json=as_json, **options)
+            run(store=settings.store_folder, as_json=as_json, **options)
         except BrokenPipeError:  # the reader, such as `head`, has ended; click ends quietly
             raise
         except (StokerError, OSError, ModuleNotFoundError) as error:
@@ -55,9 +52,8 @@ def command(run: Callable[..., None]) -> click.Command:
 
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print one JSON value and nothing else."),
-        click.option("--store", type=click.Path(path_type=Path), default="~/.stoker", envvar="STOKER_STORE",
-                     show_default=True, show_envvar=True, help="Folder of the agents' memory."),
-    ):  # fmt: skip
+        click.option("--store", type=click.Path(path_type=Path), help="As for `run`.  [~/.stoker]"),
+    ):
         reporting = option(reporting)
     name = run.__name__.rstrip("_")
     return click.command(name=name)(reporting)
