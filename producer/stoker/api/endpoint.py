@@ -58,8 +58,9 @@ class ApiCall:
 class EventWriter(Protocol):
     """Writes one answer as server-sent events. Every method returns complete events, with their line ends."""
 
-    keep_alive: bytes = b": still waiting\n\n"
-    """Sent while nothing else is."""
+    def keep_alive(self) -> bytes:
+        """Sent while nothing else is."""
+        return b": still waiting\n\n"
 
     def begin(self) -> Iterable[bytes]:
         """The events before all others; called once, and read with the first delta, keep-alive or end."""

@@ -73,6 +73,7 @@ def only(name: str, *values: Any) -> dict[str, Rule]:
 
 _NAME_CHARACTERS: Final = 64
 _MOST_SESSION_CHARACTERS: Final = 200
+_MOST_SALT_CHARACTERS: Final = 200
 _MOST_TOKENS: Final = 10_000_000
 _NOT_SET: Final[Mapping[str, tuple[Any, ...]]] = {
     "top_k": (-1, 0),
@@ -151,12 +152,10 @@ def limit(name: str) -> dict[str, Rule]:
 
 
 def default_limit(fields: dict[str, Any], options: BodyOptions, max_tokens: int | None = None) -> None:
-    """The limit of a body without one: the options', else `max_tokens`, else what the context leaves."""
+    """The limit of a body without one: the options', else `max_tokens`, and at most what the context leaves."""
     if "max_tokens" not in fields:
-        limit = options.max_tokens or max_tokens
-        fields["max_tokens"] = limit or _MOST_TOKENS
-        if limit is None:
-            fields["fit_max_tokens"] = True
+        fields["max_tokens"] = options.max_tokens or max_tokens or _MOST_TOKENS
+        fields["fit_max_tokens"] = True
 
 
 def template_kwargs(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
@@ -211,7 +210,11 @@ def keep_apart(fields: dict[str, Any], name: str) -> None:
     """Make a call share caches only with calls of the same token's name. Agents' caches are open to all names, but an
     agent's call cannot use the caches of a name, whatever salt it gives."""
     salt = fields.get("cache_salt", "")
+    if not isinstance(salt, str):
+        return  # it is refused
     if "agent_id" not in fields:
+        if len(name) + 1 + len(salt) > _MOST_SALT_CHARACTERS:
+            salt = hashlib.sha256(salt.encode(errors="replace")).hexdigest()
         fields["cache_salt"] = f"{name} {salt}"
-    elif isinstance(salt, str) and " " in salt:
+    elif " " in salt:
         fields["cache_salt"] = f" {salt}"  # no name begins with a space

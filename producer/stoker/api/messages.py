@@ -414,13 +414,14 @@ def _call_block(call: ToolCall) -> dict[str, Any]:
 class Events(EventWriter):
     """A message of blocks, each with its start, its deltas and its stop."""
 
-    keep_alive = event({"type": "ping"}, "ping")
-
     def __init__(self, job_id: str, model: str) -> None:
         self._job_id = job_id
         self._frame = _frame(job_id, model)
         self._open: str | None = None
         self._index = -1
+
+    def keep_alive(self) -> bytes:
+        return event({"type": "ping"}, "ping")
 
     def begin(self) -> Iterator[bytes]:
         yield _named({"type": "message_start", "message": {**self._frame, "usage": _usage(None)}})

@@ -36,10 +36,11 @@ _HOSTED: Final = frozenset(
     {
         *("web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call", "computer_call"),
         *("computer_call_output", "mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
-        *("item_reference", "compaction"),
+        "compaction",
     }
 )
-"""Items of tools that a server runs itself, and references to them."""
+"""Items of tools that a server runs itself."""
+REFERENCE: Final = "item_reference"
 
 
 def response_id(job_id: str) -> str:
@@ -90,7 +91,8 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], where: st
         text = _text_of(item.get("output"), f"{where}.output")
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
     else:
-        why = "are of tools that this server does not run" if kind in _HOSTED else "are not known"
+        hosted, stored = "are of tools that this server does not run", "work only where responses are stored"
+        why = hosted if kind in _HOSTED else stored if kind == REFERENCE else "are not known"
         raise FieldRefused(where, f"has the type {kind[:64]!r}: such items {why}")
 
 
@@ -404,6 +406,10 @@ class ResponseEvents(EventWriter):
         self._open = ""
         self._text = ""
         self._place: dict[str, Any] = {}
+
+    def keep_alive(self) -> bytes:
+        """An event: Codex gives a stream up after five minutes in which it had comments only."""
+        return self._event("in_progress", response=self._frame)
 
     def begin(self) -> Iterator[bytes]:
         for name in ("created", "in_progress"):

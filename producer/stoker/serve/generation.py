@@ -21,8 +21,8 @@ from starlette.types import Receive, Scope, Send
 from stoker.api.deltas import Deltas
 from stoker.api.endpoint import ApiCall, Endpoint, EventWriter
 from stoker.api.endpoints import ENDPOINTS
-from stoker.api.failure import Failure
-from stoker.api.responses import response_id
+from stoker.api.failure import TOO_LONG, Failure
+from stoker.api.responses import RESPONSES, response_id
 from stoker.serve.backend import Backend
 from stoker.serve.intake import CallHead, CallJobs
 from stoker.serve.responses import (
@@ -99,7 +99,7 @@ class RunningCall:
         self._must_cancel = False
         if not self.call.is_streamed:
             self.created_s = int(time.time())
-        if self._store is not None and not self.call.is_background:
+        if self._store is not None:
             answer = self.endpoint.answer(results, self.created_s, self.call.kept)
             try:
                 await asyncio.to_thread(self._store.set_answer, response_id(self.job_id), answer)
@@ -178,7 +178,7 @@ class EventStream(Response):
                 if gone.done():
                     return
                 if not following.done():
-                    await self._send(send, b"".join(self._begin) + self._writer.keep_alive)
+                    await self._send(send, b"".join(self._begin) + self._writer.keep_alive())
                     continue
                 if (sent := following.result()) is None:
                     return await self._send(send, b"", more=False)
@@ -186,9 +186,10 @@ class EventStream(Response):
                 following = self._next()
         except (Exception, asyncio.CancelledError) as error:
             failure = _described(error)
-            if not self._has_begun:
+            is_read_in_events = self._running.endpoint is RESPONSES and failure.error["code"] == TOO_LONG  # by Codex
+            if not self._has_begun and not is_read_in_events:
                 return await failed(self._running.endpoint, failure, self._ids)(scope, receive, send)
-            await self._send(send, b"".join(self._writer.failed(failure)), more=False)
+            await self._send(send, b"".join([*self._begin, *self._writer.failed(failure)]), more=False)
         finally:
             following.cancel()
             with suppress(asyncio.CancelledError, Exception):

@@ -12,7 +12,7 @@ from stoker.api.endpoint import ApiCall
 from stoker.api.endpoints import ENDPOINTS
 from stoker.api.failure import Failure, of_exception
 from stoker.api.fields import keep_apart, session_name, settle_memory
-from stoker.api.responses import messages_of, response_id
+from stoker.api.responses import RESPONSES, messages_of, response_id
 from stoker.new_job import JobOptions, NewJob, require_job_id
 from stoker.serve.responses import json_object
 from stoker.serve.settings import ANYBODY, ServeSettings
@@ -82,7 +82,10 @@ def call_jobs(raw: bytes, head: CallHead, settings: ServeSettings) -> CallJobs:
     """The jobs of a call with the body `raw`. Raises `Failure`: the call is refused."""
     store = ResponseStore(settings.batch_store)
     try:
-        call = ENDPOINTS[head.url].read(json_object(raw), settings.body_options)
+        body = json_object(raw)
+        if head.url == RESPONSES.url and isinstance(body.get("input"), list):
+            body["input"] = store.dereferenced(head.owner, body["input"])
+        call = ENDPOINTS[head.url].read(body, settings.body_options)
         timeout_s = _BACKGROUND_S if call.is_background else settings.timeout_s
         kept = JobOptions(
             job_timeout_s=timeout_s, ttl_s=timeout_s + _KEPT_S, result_ttl_s=_KEPT_S, failure_ttl_s=_KEPT_S

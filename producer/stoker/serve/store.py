@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, ClassVar, Final, Generic, TypeVar
 from uuid import uuid4
 
 from stoker.api.failure import Failure
+from stoker.api.responses import REFERENCE, response_id
 from stoker_shared.durable_file import draft_of, replace_file
 
 
@@ -339,6 +340,28 @@ class ResponseStore(OwnedFolders[StoredResponse]):
             turns.append([*stored.input, *answer["output"]])
             following = stored.continues
         return [item for turn in reversed(turns) for item in turn]
+
+    def dereferenced(self, owner: str, given: list[Any]) -> list[Any]:
+        """A response's input with stored items in the place of references to them. Raises `Failure`: there is none."""
+        items: list[Any] = []
+        for item in given:
+            if isinstance(item, dict) and item.get("type") == REFERENCE:
+                item = self._item(owner, str(item.get("id")))
+                if item in items:  # a stream had it in two parts
+                    continue
+            items.append(item)
+        return items
+
+    def _item(self, owner: str, item_id: str) -> dict[str, Any]:
+        """An answer's item: its id has its response's, and perhaps a number, which a stream gives to a later text."""
+        kind, _, job_id = item_id.partition("_")
+        for of in (job_id, job_id.rpartition("_")[0]):
+            with suppress(Failure):
+                output = (self.answer(self.get(owner, response_id(of)).id) or {"output": ()})["output"]
+                for found in output:
+                    if found["id"] in (item_id, f"{kind}_{of}"):
+                        return dict(found)
+        raise Failure(404, f"no item {item_id[:64]!r}", code="item_not_found", param="input")
 
     def unanswered(self) -> list[StoredResponse]:
         """The background responses without an answer, of all owners."""

@@ -6,6 +6,7 @@ the same answer.
 
 import asyncio
 import logging
+import time
 from contextlib import suppress
 from typing import Any, Final
 
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 
 _AGAIN_S: Final = 5.0
 _SWEEP_S: Final = 60.0
+_ENQUEUED_S: Final = 60.0
+"""A response that is older has its job in the queue, if it has one at all."""
 _WAITING: Final = frozenset({"queued", "deferred", "scheduled"})
 """States of a job that does not run yet."""
 
@@ -81,6 +84,10 @@ class Background:
         while True:
             try:
                 answer = await _answer_of(self._backend, response)
+                is_early = answer["status"] == "failed" and time.time() < response.created_at + _ENQUEUED_S
+                if is_early and not await self._is_enqueued(response):
+                    await asyncio.sleep(_AGAIN_S)
+                    continue
             except RedisUnavailable:
                 await asyncio.sleep(_AGAIN_S)
                 continue
@@ -93,6 +100,14 @@ class Background:
                 await asyncio.sleep(_AGAIN_S)
                 continue
             return
+
+    async def _is_enqueued(self, response: StoredResponse) -> bool:
+        """Another process enqueues its job after it has stored the response."""
+        try:
+            await self._backend.ticket(response.job_id).status()
+        except JobNotFound:
+            return False
+        return True
 
     async def _sweep(self) -> None:
         while True:

@@ -169,9 +169,14 @@ def test_an_unknown_field_and_a_missing_model_are_refused_by_name():
 def test_defaults_are_openais():
     assert request_fields(CHAT_URL, body(CHAT_URL), BodyOptions())["temperature"] == 1.0
     assert request_fields(CHAT_URL, body(CHAT_URL), BodyOptions())["fit_max_tokens"]
-    assert "fit_max_tokens" not in request_fields(CHAT_URL, body(CHAT_URL), BodyOptions(max_tokens=5))
     assert request_fields(TEXT_URL, body(TEXT_URL), BodyOptions())["max_tokens"] == 16
-    assert request_fields(TEXT_URL, body(TEXT_URL), BodyOptions(max_tokens=5))["max_tokens"] == 5
+
+
+@pytest.mark.parametrize("url", [CHAT_URL, TEXT_URL])
+def test_a_limit_that_the_body_does_not_name_gives_way_to_the_context(url):
+    fields = request_fields(url, body(url), BodyOptions(max_tokens=5))
+    assert (fields["max_tokens"], fields["fit_max_tokens"]) == (5, True)
+    assert "fit_max_tokens" not in request_fields(url, body(url, max_tokens=5), BodyOptions())
 
 
 def test_a_user_is_a_session_and_an_agent_where_the_conversation_is_continued():

@@ -28,10 +28,12 @@ from tests.support.wait import wait_for
 from stoker.api.failure import Failure, FieldRefused, of_worker
 from stoker.api.fields import BodyOptions
 from stoker.api.responses import RULES, URL, failed_response, messages_of
-from stoker.serve import generation
+from stoker.operations import run
+from stoker.serve import generation, stored_responses
 from stoker.serve.intake import CallHead, call_jobs
 from stoker.serve.settings import ANYBODY, ServeSettings, Tokens
 from stoker.serve.store import FileStore, ResponseStore, StoredResponse
+from stoker.submitting import enqueue
 from stoker_shared.answer_parts import Edge, Markers
 
 TOOL: Any = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}, "strict": False}
@@ -39,7 +41,7 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '
 THINKING = Markers(first="reasoning", edges=(Edge("reasoning", "|", "normal"),))
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def soon(monkeypatch):
     """A stream is open for its client once it has sent anything."""
     monkeypatch.setattr(generation, "KEEP_ALIVE_S", 0.1)
@@ -106,6 +108,7 @@ def test_the_items_of_a_conversation_become_its_messages():
     [
         ({"type": "web_search_call", "id": "w"}, "input\\[0\\]"),
         ({"type": "new_kind"}, "input\\[0\\]"),
+        ({"type": "item_reference", "id": "msg_x"}, "input\\[0\\].*stored"),
         ({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}, "input\\[0\\].content\\[0\\]"),
         ({"role": "user", "content": 3}, "input\\[0\\].content"),
         (3, "input\\[0\\]"),
@@ -236,6 +239,42 @@ def test_a_response_that_failed_tells_clients_whether_its_prompt_was_too_long(re
 # --- stored ---
 
 
+def test_a_stream_that_waits_has_events_because_codex_does_not_count_comments(client, hand, soon):
+    with client.responses.create(model="m", input="wait", stream=True) as stream:
+        found = []
+        for event in stream:
+            found.append(event)
+            if len(found) == 3:
+                hand.finish(hand.wait_for_one(), text="done")
+    assert {event.type for event in found[1:3]} == {"response.in_progress"}
+    assert [event.sequence_number for event in found] == list(range(len(found)))
+    assert found[-1].response.output_text == "done"
+
+
+def test_a_stream_whose_prompt_is_too_long_ends_with_an_event_by_which_codex_knows_it(client):
+    found = events(client, "fail ContextLimitExceeded: x")
+    assert [event.type for event in found] == ["response.created", "response.in_progress", "response.failed"]
+    assert found[-1].response.error.code == "context_length_exceeded"
+
+
+def test_references_to_items_of_stored_responses_are_the_items(serve, client, hand):
+    """As Vercel's AI SDK sends them."""
+    said = give(text="x", reasoning="hm", answer="I look.", tool_calls=[CALL], finish_reason="tool_calls")
+    first = client.responses.create(model="m", input=said, tools=[TOOL])
+    references = [{"type": "item_reference", "id": item.id} for item in first.output]
+    again = {"type": "item_reference", "id": f"{first.output[1].id}_2"}  # of a stream with two texts
+    output = {"type": "function_call_output", "call_id": "c1", "output": "say done"}
+    second = client.responses.create(model="m", input=[*references, again, output])
+    assert second.output_text == "done"
+    thinking = {"role": "assistant", "reasoning_content": "hm", "content": "I look."}
+    own, told = last_request(hand)["messages"]
+    assert {**own, **thinking} == own and own["tool_calls"][0]["id"] == "c1" and told["role"] == "tool"
+    client.responses.create(model="m", input="say more", previous_response_id=second.id)
+    assert len(last_request(hand)["messages"]) == 4
+    with pytest.raises(openai.NotFoundError, match="msg_x"):
+        client.responses.create(model="m", input=[{"type": "item_reference", "id": "msg_x"}])
+
+
 def test_a_response_is_continued_by_its_id_with_all_that_was_said(client, hand):
     first = client.responses.create(model="m", input="say one", instructions="I.")
     second = client.responses.create(model="m", input="say two", previous_response_id=first.id)
@@ -337,15 +376,15 @@ def add_some(store, n):
 # --- in the background ---
 
 
-def until(client, response_id, status):
-    end = time.monotonic() + 20
+def until(client, response_id, status, within_s=20.0):
+    end = time.monotonic() + within_s
     while (found := client.responses.retrieve(response_id)).status != status:
         assert time.monotonic() < end, found.status
         time.sleep(0.02)
     return found
 
 
-def test_a_response_in_the_background_can_be_streamed_and_its_job_outlives_the_stream(client, hand):
+def test_a_response_in_the_background_can_be_streamed_and_its_job_outlives_the_stream(client, hand, soon):
     seen = events(client, "say x", background=True)
     assert [event.response.background for event in (seen[0], seen[-1])] == [True, True]
     assert until(client, seen[-1].response.id, "completed") == seen[-1].response
@@ -377,6 +416,23 @@ def test_a_response_in_the_background_can_be_canceled_and_can_fail(client, hand)
         client.responses.cancel(waited_for.id)
     with pytest.raises(openai.BadRequestError, match="background"):
         client.responses.create(model="m", input="say x", background=True, store=False)
+
+
+def test_a_response_of_another_process_whose_job_is_not_yet_in_the_queue_has_not_failed(
+    serve, tmp_path, server_url, monkeypatch
+):
+    monkeypatch.setattr(stored_responses, "_AGAIN_S", 0.05)
+    head, waiting = CallHead(URL, {}, None), {"model": "m", "input": "say x", "background": True}
+    own = ServeSettings(batch_store=tmp_path, body_options=BodyOptions(any_model=True))
+    made = call_jobs(json.dumps(waiting).encode(), head, own)
+    found = f"resp_{made.jobs[0].job_id}"
+    served = serve(batch_store=tmp_path)
+    with pytest.raises(AssertionError, match="failed"):
+        until(served.client(), found, "completed", within_s=0.5)
+    assert ResponseStore(tmp_path).answer(found) is None
+    with Redis.from_url(server_url) as connection:
+        run(connection, enqueue("generate", list(made.jobs), at_front=False, ids_are_new=True))
+    assert until(served.client(), found, "completed").output_text == "x"
 
 
 # --- malformed ---
