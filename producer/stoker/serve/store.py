@@ -345,11 +345,10 @@ class ResponseStore(OwnedFolders[StoredResponse]):
         """A response's input with stored items in the place of references to them. Raises `Failure`: there is none."""
         items: list[Any] = []
         for item in given:
-            if isinstance(item, dict) and item.get("type") == REFERENCE:
-                item = self._item(owner, str(item.get("id")))
-                if item in items:  # a stream had it in two parts
-                    continue
-            items.append(item)
+            if not isinstance(item, dict) or item.get("type") != REFERENCE:
+                items.append(item)
+            elif (found := self._item(owner, str(item.get("id")))) not in items:  # a stream had it in two parts
+                items.append(found)
         return items
 
     def _item(self, owner: str, item_id: str) -> dict[str, Any]:

@@ -179,6 +179,16 @@ def test_a_limit_that_the_body_does_not_name_gives_way_to_the_context(url):
     assert "fit_max_tokens" not in request_fields(url, body(url, max_tokens=5), BodyOptions())
 
 
+def test_with_a_token_a_salt_may_be_as_long_as_without():
+    salts = set()
+    for salt in ("s" * 200, "s" * 199 + "t"):
+        fields = {"cache_salt": salt}
+        keep_apart(fields, "n" * 64)
+        salts.add(fields["cache_salt"])
+    assert len(salts) == 2
+    assert max(map(len, salts)) <= 200
+
+
 def test_a_user_is_a_session_and_an_agent_where_the_conversation_is_continued():
     def memory_of(**fields):
         found = request_fields(CHAT_URL, body(CHAT_URL, user="u", **fields), BodyOptions())

@@ -1,5 +1,6 @@
 """OpenAI's Responses through its own package: items, events, stored responses, and work in the background."""
 
+import asyncio
 import json
 import os
 import threading
@@ -268,7 +269,9 @@ def test_references_to_items_of_stored_responses_are_the_items(serve, client, ha
     assert second.output_text == "done"
     thinking = {"role": "assistant", "reasoning_content": "hm", "content": "I look."}
     own, told = last_request(hand)["messages"]
-    assert {**own, **thinking} == own and own["tool_calls"][0]["id"] == "c1" and told["role"] == "tool"
+    assert {**own, **thinking} == own
+    assert own["tool_calls"][0]["id"] == "c1"
+    assert told["role"] == "tool"
     client.responses.create(model="m", input="say more", previous_response_id=second.id)
     assert len(last_request(hand)["messages"]) == 4
     with pytest.raises(openai.NotFoundError, match="msg_x"):
@@ -395,6 +398,15 @@ def test_a_response_in_the_background_can_be_streamed_and_its_job_outlives_the_s
     assert client.responses.retrieve(begun.id).status in ("queued", "in_progress")
     hand.finish(job_id, text="done")
     assert until(client, begun.id, "completed").output_text == "done"
+
+
+def test_a_streamed_response_in_the_background_can_be_continued_as_soon_as_it_ends(client, monkeypatch):
+    async def never(self: Any, response: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(stored_responses.Background, "_wait", never)
+    first = events(client, "say x", background=True)[-1].response
+    assert client.responses.create(model="m", input="say y", previous_response_id=first.id).output_text == "y"
 
 
 def test_a_response_in_the_background_outlives_the_server(serve, hand, tmp_path, server_url):

@@ -29,7 +29,11 @@ _output = options_under("Output")
 @_measuring("--model", help="As for `run`.  [SmolLM2-135M-Instruct]")
 @_measuring("--dtype", type=click.Choice(["float32", "auto"]), help="[float32 on a CPU and for SmolLM2, else auto]")
 @_measuring(
-    "--minutes", type=click.FloatRange(min=0.5), default=60.0, show_default=True, help="Time limit for all parts together."
+    "--minutes",
+    type=click.FloatRange(min=0.5),
+    default=60.0,
+    show_default=True,
+    help="Limit for all parts together.",
 )
 @_measuring("--only", multiple=True, metavar="PART", help="An experiment's number, `machine` or `proof`; repeat it.")
 @_measuring("--wired", is_flag=True, help="Measure wired memory too. MACOS CAN PANIC AND RESTART: save your work.")

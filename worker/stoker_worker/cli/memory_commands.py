@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from stoker_shared.environment import require_known_variables
 from stoker_shared.errors import AgentNotFound, SharedStoreAway, StokerError
 from stoker_shared.help_layout import LaidOutGroup
 from stoker_shared.text import printable, seconds_of
@@ -38,9 +39,14 @@ def command(run: Callable[..., None]) -> click.Command:
 
     @functools.wraps(run)
     def reporting(as_json: bool, store: Path | None, **options: Any) -> None:
-        settings, _ = settings_of({"store": store})
         try:
-            run(store=settings.store_folder, as_json=as_json, **options)
+            require_known_variables()
+        except ValueError as error:  # with a misspelt STOKER_STORE it would open another store
+            raise click.UsageError(str(error)) from None
+        if store is None:
+            store = settings_of({})[0].store
+        try:
+            run(store=store.expanduser(), as_json=as_json, **options)
         except BrokenPipeError:  # the reader, such as `head`, has ended; click ends quietly
             raise
         except (StokerError, OSError, ModuleNotFoundError) as error:
@@ -52,8 +58,9 @@ def command(run: Callable[..., None]) -> click.Command:
 
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print one JSON value and nothing else."),
-        click.option("--store", type=click.Path(path_type=Path), help="As for `run`.  [~/.stoker]"),
-    ):
+        click.option("--store", type=click.Path(path_type=Path), envvar="STOKER_STORE", show_envvar=True,
+                     help="As for `run`.  [~/.stoker]"),
+    ):  # fmt: skip
         reporting = option(reporting)
     name = run.__name__.rstrip("_")
     return click.command(name=name)(reporting)

@@ -93,7 +93,7 @@ def uninstall(name: str) -> None:
 
 @service.command()
 @_name
-@click.option("-n", "--lines", type=click.IntRange(min=0), default=100, show_default=True, help="How many of the last lines to print.")
+@click.option("-n", "--lines", type=click.IntRange(min=0), default=100, show_default=True, help="How many last lines.")
 @click.option("-f", "--follow", is_flag=True, help="Go on with new lines until Ctrl-C.")
 def logs(name: str, lines: int, follow: bool) -> None:
     """Print the end of the service's log."""
