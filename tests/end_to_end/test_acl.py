@@ -319,7 +319,8 @@ TRIED = {
     "ZRANGE rq:failed:generate 0 -1, SMEMBERS rq:workers, PTTL rq:job:j",
     "read every result": "XREVRANGE rq:results:j + -",
     "read texts": "XREAD STREAMS stoker:stream:j 0",
-    "read who serves": "MGET stoker:worker:w, HGETALL stoker:members, MGET stoker:lease:generate stoker:holder:mac",
+    "read which workers serve": "MGET stoker:worker:w, HGETALL stoker:members, "
+    "MGET stoker:lease:generate stoker:holder:mac",
     "enqueue;": "SADD rq:queues rq:queue:q, RPUSH rq:queue:q j, LPUSH rq:queue:q k, LREM rq:queue:q 0 j",
     "write and delete any job": "HSET rq:job:j status queued, EXPIRE rq:job:j 60, DEL rq:job:j",
     "put jobs among the canceled": "ZADD rq:canceled:q 1 j, ZADD rq:deferred:q 1 j, ZADD rq:scheduled:q 1 j, "
