@@ -51,6 +51,16 @@ def test_only_the_first_tokens_of_a_batch_wait_for_no_pass_but_their_own(monkeyp
     assert [answers[uid] for uid in uids] == [layout.alone(ids, 9) for ids in prompts]
 
 
+def test_a_first_token_that_a_preemption_brings_out_is_timed():
+    engine = Layout("llama", eos=False).engine()
+    uid = engine.submit(work(random_ids(random.Random(5), 1), 9))
+    engine.step()
+    assert engine.progress()[uid].tokens == 0
+    assert not list(engine._preempt(next(iter(engine._scheduler))))
+    assert engine.progress()[uid].tokens == 1
+    assert engine.cancel(uid).timing.decode_s > 0
+
+
 def test_an_answer_of_one_token_that_nobody_keeps_takes_one_pass(monkeypatch):
     layout = Layout("llama", eos=False)
     watched, ids = Watched(layout, monkeypatch), random_ids(random.Random(4), 1)

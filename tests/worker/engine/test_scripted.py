@@ -58,6 +58,13 @@ def test_a_stop_string_that_is_the_end_of_an_answer_is_found_in_it(max_tokens):
     assert (done.text, done.ended_by, done.kept) == ("ab", "stop", 2)
 
 
+def test_a_stop_string_before_a_stop_token_in_the_middle_of_a_character_is_found():
+    engine = ScriptedEngine(max_batch=1, steps_per_s=1e9)
+    ended = {"stop": ["b\ufffd"], "stop_token_ids": ["é".encode()[-1]]}
+    ((done, *_), *_) = read_along(engine, [work("say abé", **ended)])
+    assert (done.text, done.stop_string, done.ended_by, done.kept) == ("a", "b\ufffd", "stop", 1)
+
+
 def test_an_answer_with_an_end_in_it_goes_on_and_a_question_with_one_is_refused():
     tokenizer = ScriptedTokenizer()
     answer = Message(role="assistant", content=tokenizer.decode([*b"a", END, *b"a"]))

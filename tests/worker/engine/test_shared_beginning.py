@@ -125,3 +125,13 @@ def test_a_prefill_stops_for_no_prompt_that_begins_otherwise():
     for at, other in enumerate(others):
         other.work = replace(other.work, checkpoints_at=(SYSTEM - at - 1,))
     assert cuts_for([second, *others], first) == {SYSTEM}
+
+
+def test_tokens_that_a_sequence_prefilled_itself_before_it_was_preempted_are_not_counted_as_cached(layout):
+    first, second = (
+        Sequence(uid, one, None, None, EndIds())  # type: ignore[arg-type]
+        for uid, one in enumerate(crowd(random.Random(8), n=2))
+    )
+    first.caches, first.n_cached = [], 64  # as after a preemption
+    first.take_beginning([], SYSTEM, second)
+    assert first.completion("cancelled", layout.loaded.tokenizer).cached_tokens == SYSTEM - 64

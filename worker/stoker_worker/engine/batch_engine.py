@@ -236,6 +236,7 @@ class BlockPoolBatchEngine(GenerationEnginePort):
         victim.caches, victim.n_cached = out.caches, out.n_tokens
         if out.pending is not None:
             # The token is output now and fed later: sampled again, a sequence with a seed would draw another one.
+            victim.first_token_at = victim.first_token_at or time.perf_counter()
             self._add(victim, out.pending, out.pending_logprobs)
             if victim.ended_by == "stop":
                 yield self._end(victim, out.caches)

@@ -177,7 +177,8 @@ class Sequence:
 
     def take_beginning(self, caches: list[Any], n_tokens: int, of: "Sequence") -> None:
         """Take over `caches`, which hold the first `n_tokens` tokens of its prompt. `of` has prefilled them."""
-        self.caches, self.n_cached, self.n_reused = caches, n_tokens, n_tokens
+        self.n_reused += n_tokens - self.n_cached
+        self.caches, self.n_cached = caches, n_tokens
         for n in (n for n in of.at_cuts if n <= n_tokens):  # other sequences may begin alike, too
             self.cut_at.add(n)
             self.at_cuts[n] = of.at_cuts[n]
@@ -221,12 +222,15 @@ class Sequence:
     def add(self, token: int) -> None:
         """Add `token` to the answer, and note whether the sequence ends with it."""
         self.generated.append(token)
-        if token in self.end_ids.eos:
-            self.ended_by = "stop" if self.stops and self.stops.end() else "eos"
-        elif token in self.end_ids.stop or (self.stops and self.stops.add(token)):
+        is_end = token in self.end_ids.all
+        if not is_end and self.stops and self.stops.add(token):
             self.ended_by = "stop"
-        elif self.n_left <= 0:
-            self.ended_by = "stop" if self.stops and self.stops.end() else "length"
+        elif is_end or self.n_left <= 0:
+            is_cut = self.stops is not None and self.stops.end()
+            if is_cut or token in self.end_ids.stop:
+                self.ended_by = "stop"
+            else:
+                self.ended_by = "eos" if is_end else "length"
 
     def text(self, tokenizer: TokenizerPort) -> str:
         """As `GenerationEnginePort.text`."""
