@@ -148,7 +148,7 @@ class WorkerSettings(BaseSettings):
     name: Annotated[
         str | None,
         Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"),
-        _life("The worker's name among those of its queues, as it stays.  [that of the store]", metavar="NAME"),
+        _life("The worker's name among those of its queues, kept by restarts.  [that of the store]", metavar="NAME"),
     ] = None
     grace_s: Annotated[float, Field(ge=0), _life("Seconds a stop waits for running jobs.  [60]")] = 60.0
     ignore_shutdown_command: Annotated[

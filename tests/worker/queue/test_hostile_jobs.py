@@ -17,7 +17,10 @@ from tests.worker.queue.ends import give_back
 from stoker import JobFailed
 from stoker_shared.errors import OwnershipLost, RedisUnavailable
 from stoker_shared.wire import TASK_PATH
+from stoker_worker.metrics.counters import Metrics
 from stoker_worker.ports import Busy
+from stoker_worker.queue.rq_queue import open_queue
+from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.server
 
@@ -156,6 +159,23 @@ def test_a_job_whose_key_is_no_hash_is_dropped_with_a_line(connection, queue, en
     assert connection.llen("rq:queue:generate") == 0
     for name in ("bad-string", "bad-list", "bad-none", r"bad-\udcff"):
         assert sum(name in record.getMessage() for record in caplog.records) == 1
+
+
+def test_jobs_that_are_refused_when_they_are_claimed_count_as_failed_and_dropped_ids_do_not(
+    connection, redis_url, enqueue
+):
+    metrics = Metrics()
+    enqueue("bad.id")
+    enqueue("bad-request", data=DATA.replace("max_tokens", "most_tokens"))
+    enqueue("bad-field", {"retry_intervals": "{}"})
+    enqueue("good")
+    connection.rpush("rq:queue:generate", "no-job")
+    settings = read_settings({"redis_url": redis_url, "lease_ttl_s": 30})
+    with open_queue(settings, redis_url, metrics=metrics) as opened:
+        assert play(opened.rq_queue, connection) == ["good"]
+    failed = {job_id.decode() for job_id in connection.zrange("rq:failed:generate", 0, -1)}
+    assert failed == {"bad.id", "bad-request", "bad-field"}
+    assert metrics.ended_jobs()["failed"] == 3
 
 
 @pytest.mark.parametrize("key", ["rq:job:{}", "rq:executions:{}"])

@@ -103,7 +103,8 @@ def _run(settings: "WorkerSettings") -> None:
         if redis_url == EMBEDDED:
             redis_url = _embedded_redis(settings, cleanup)
         own = _own_store(settings, agents)
-        queue = cleanup.enter_context(open_queue(settings, redis_url, store=own, model=provider.model))
+        opening = open_queue(settings, redis_url, store=own, model=provider.model, metrics=watch.metrics)
+        queue = cleanup.enter_context(opening)
         watch.queues = queue.depths.read
         worker = Worker(settings, queue.rq_queue, agents, provider, watch.metrics)
         watch.state = worker.state

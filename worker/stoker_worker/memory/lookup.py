@@ -1,5 +1,5 @@
 """Finds the longest cached prefix of a prompt: in RAM, then on disk. Writes no file, but removes damaged ones. Loader
-thread, and threads of its own during a lookup.
+and read-ahead threads, and threads of its own during a lookup.
 
 On disk the prompt's own full blocks come first, whichever agent wrote them. Where those end, one more file is used: a
 checkpoint of the chain; one of the agent's own snapshots; or, as far as the tokens agree, its tail or a full block that

@@ -23,7 +23,7 @@ class MetricsPort:
         threads."""
 
     def failed(self, error: Exception) -> None:
-        """A job failed; RQ may retry it. Finisher threads."""
+        """A job failed; RQ may retry it. Finisher threads; the fetcher thread for a job refused when it was claimed."""
 
     def ended(self, how: End, n_jobs: int = 1) -> None:
         """Jobs ended without a result. Finisher threads."""

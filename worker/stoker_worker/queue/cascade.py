@@ -111,7 +111,7 @@ def count(verdict: CheckOutcome) -> Sequence[Any]:
     return ("count", TRUST_KEY, field_of(attempt.model, verdict.task), int(attempt.accepted), KEPT, MOST_PAIRS)
 
 
-def move(run: JobRun, verdict: CheckOutcome, to: RouteStep) -> Sequence[Sequence[Any]]:
+def escalation(run: JobRun, verdict: CheckOutcome, to: RouteStep) -> Sequence[Sequence[Any]]:
     """The commands that put a job at the front of the next model's queue. The push, which may be refused, is first."""
     job = run.job
     # In RQ's own form, because a retry or RQ's requeue rewrites it so, and FIELD_TRIED must still match it.

@@ -57,7 +57,7 @@ from stoker_shared.wire import (
 from stoker_worker.events import log_failure
 from stoker_worker.periodic import Periodic
 from stoker_worker.placement.placement import FRAGMENT, Placement, Writes, as_field
-from stoker_worker.ports import Busy, Delivery, LastVersion, MemoryUse
+from stoker_worker.ports import Busy, Delivery, LastVersion, MemoryUse, MetricsPort
 from stoker_worker.queue.cascade import model_of
 from stoker_worker.queue.client import lua
 from stoker_worker.queue.end import FOREIGN_ID, JobFinish, RqClaimedJob, is_the_jobs
@@ -319,6 +319,8 @@ class ClaimOrder:
         members: Members,
         ends: JobFinish,
         in_flight: JobsInFlight[RqClaimedJob],
+        *,
+        metrics: MetricsPort,
     ) -> None:
         """`ends`: given to each claimed job; it also fails a job that cannot be run."""
         self._connection = connection
@@ -327,6 +329,7 @@ class ClaimOrder:
         self._members = members
         self._ends = ends
         self._in_flight = in_flight
+        self._metrics = metrics
         self._quarantined_since: float | None = None
         self.has_claimed = self.is_suspended = False
         self._look = Periodic(_LOOK_AROUND_S)
@@ -440,7 +443,8 @@ class ClaimOrder:
         if execution is None:
             error = IN_THE_WAY if is_rqs(job_id) else FOREIGN_ID
             with suppress(OwnershipLost):  # nothing is ours to write
-                self._ends.fail_waiting(queue_name, job_id, f"{type(error).__name__}: {error}")
+                if self._ends.fail_waiting(queue_name, job_id, f"{type(error).__name__}: {error}"):
+                    self._metrics.failed(error)
             return None
         rq_job = JsonJob(job_id, connection=self._connection)
         run = JobRun(rq_job, execution)
@@ -454,6 +458,7 @@ class ClaimOrder:
             log_failure(job_id, error, queue=queue_name)
             try:
                 self._ends.fail(run, error)
+                self._metrics.failed(error)
             except OwnershipLost:  # it was withdrawn just now
                 self._ends.ownership.let_go(run)
             if rq_job.rate_limit_key:  # RQ gave it a place for which other jobs wait; they are refused in their turn
@@ -463,8 +468,10 @@ class ClaimOrder:
             if isinstance(error, StokerError) or not is_the_jobs(error):
                 raise
             rq_job.origin, rq_job.started_at = queue_name, execution.created_at
+            refused = PayloadRefused(f"RQ cannot start the job: {message_line(error)}")
             with suppress(OwnershipLost):  # nothing is ours to write
-                self._ends.fail_bare(run, f"PayloadRefused: RQ cannot start the job: {message_line(error)}")
+                self._ends.fail_bare(run, f"{type(refused).__name__}: {refused}")
+                self._metrics.failed(refused)
         return None
 
     def _claimed(

@@ -1,4 +1,5 @@
-"""Ends jobs, each once and only while it is ours, whichever reply is lost. Finisher threads; fetcher for refused jobs.
+"""Ends jobs, each once and only while it is ours, whichever reply is lost. Finisher threads; the fetcher thread for
+jobs that are refused, were misread, or are recovered.
 
 `RqClaimedJob` is a job in flight. `Requeue` puts a job back at the front of its queue; `JobFinish` writes the other
 ends. An end consists of the commands that RQ's own code issues for it. They are recorded and carried out by one script
@@ -43,7 +44,7 @@ from stoker_shared.wire import (
 from stoker_worker.events import log_job
 from stoker_worker.placement.placement import Placement
 from stoker_worker.ports import ClaimedJob
-from stoker_worker.queue.cascade import CheckOutcome, count, move, verdict_after, verdict_on
+from stoker_worker.queue.cascade import CheckOutcome, count, escalation, verdict_after, verdict_on
 from stoker_worker.queue.client import as_redis_unavailable, lua
 from stoker_worker.queue.in_flight import JobsInFlight
 from stoker_worker.queue.json_job import OF_THE_RUN, JobRun, JsonJob, keys_of, raw
@@ -174,12 +175,13 @@ class JobFinish:
         self._end_badly(run, "stopped", "JobStopped: stopped on request", None)
         return True
 
-    def go_on(self, run: JobRun, verdict: CheckOutcome, to: RouteStep) -> None:
+    def escalate(self, run: JobRun, verdict: CheckOutcome, to: RouteStep) -> None:
         """Move the job to the next model's queue, and count the verdict. Raises `OwnershipLost` as `finish` does."""
-        self._end(run, RunEnd(lambda: [*move(run, verdict, to), *self._removed(run)]))
+        self._end(run, RunEnd(lambda: [*escalation(run, verdict, to), *self._removed(run)]))
 
-    def fail_waiting(self, queue_name: str, job_id: str, line: str) -> None:
-        """Fail a waiting job that cannot be started; its keys may hold anything. If no such job waits, drop the id.
+    def fail_waiting(self, queue_name: str, job_id: str, line: str) -> bool:
+        """Fail a waiting job that cannot be started; its keys may hold anything. If no such job waits, drop the id, and
+        return ``False``.
 
         Raises:
             OwnershipLost: the id is not in the queue, or the lease is another worker's.
@@ -195,6 +197,7 @@ class JobFinish:
             log.warning("job %r refused: %s", job_id, line)
         else:
             log.error("no job of the id %r waits; the id is dropped", job_id)
+        return bool(found)
 
     def fail_bare(self, run: JobRun, line: str) -> None:
         """As `fail`, for a job for which RQ's own commands cannot be made or are refused."""
@@ -365,7 +368,7 @@ class RqClaimedJob(ClaimedJob):
     @as_redis_unavailable()
     def finish(self, result: Mapping[str, Any]) -> bool:
         if (verdict := verdict_on(self.run.job, self.request, result)) is not None:
-            if self._goes_on(verdict):
+            if self._escalates(verdict):
                 return False
             result = {**result, **verdict.as_fields()}
         with self._lost_is_told():
@@ -376,7 +379,7 @@ class RqClaimedJob(ClaimedJob):
     @as_redis_unavailable()
     def fail(self, error: Exception, partial_text: str | None = None, *, may_retry: bool = True) -> bool:
         verdict = verdict_after(self.run.job, self.request, error)
-        if verdict is not None and self._goes_on(verdict):
+        if verdict is not None and self._escalates(verdict):
             return False
         with self._lost_is_told():
             self.ends.fail(self.run, error, partial_text=partial_text, may_retry=may_retry)
@@ -411,12 +414,12 @@ class RqClaimedJob(ClaimedJob):
         # Last, because `withdrawn` opens streams of jobs in flight. That of a job that has ended is closed already.
         self.ends.streams.close(self.claim_number, ended=False)
 
-    def _goes_on(self, verdict: CheckOutcome) -> bool:
+    def _escalates(self, verdict: CheckOutcome) -> bool:
         """Move the job to the next model unless there is none or a stop was asked for; returns whether it was moved."""
         if verdict.next is None or self.in_flight.is_to_stop(self.job_id):
             return False
         with self._lost_is_told():
-            self.ends.go_on(self.run, verdict, verdict.next)
+            self.ends.escalate(self.run, verdict, verdict.next)
         condition = (verdict.attempts[-1].reason or "").partition(":")[0]  # the rest may quote the request
         log_job("escalated", self.job_id, agent=self.request.agent_id, reason=condition, to=verdict.next.model)
         return True

@@ -21,7 +21,17 @@ from rq.queue import Queue
 from stoker_shared.errors import QueueHeld, RedisUnavailable
 from stoker_shared.text import mask_url
 from stoker_worker.placement.placement import Placement
-from stoker_worker.ports import Busy, ClaimedJob, DataLoss, QueuePort, SequenceProgress, Serving, TextSoFar
+from stoker_worker.ports import (
+    NOT_COUNTED,
+    Busy,
+    ClaimedJob,
+    DataLoss,
+    MetricsPort,
+    QueuePort,
+    SequenceProgress,
+    Serving,
+    TextSoFar,
+)
 from stoker_worker.queue.claim import Claimer, ClaimOrder
 from stoker_worker.queue.client import (
     STANDBY_POLL_S,
@@ -63,6 +73,7 @@ class RqQueue(QueuePort):
         beating: Redis,
         is_at_hand: Callable[[str], bool],
         patience_s: float,
+        metrics: MetricsPort,
     ) -> None:
         """
         Args:
@@ -88,7 +99,7 @@ class RqQueue(QueuePort):
             )
             for name in queues
         }
-        self._claim_order = ClaimOrder(connection, claimers, members, ends, self._in_flight)
+        self._claim_order = ClaimOrder(connection, claimers, members, ends, self._in_flight, metrics=metrics)
         self._to_announce: Serving | None = None
         self._in_doubt = False
 
@@ -262,7 +273,12 @@ class OpenQueue:
 
 @contextmanager
 def open_queue(
-    settings: WorkerSettings, redis_url: str, *, store: OwnStore = NO_STORE, model: str = ""
+    settings: WorkerSettings,
+    redis_url: str,
+    *,
+    store: OwnStore = NO_STORE,
+    model: str = "",
+    metrics: MetricsPort = NOT_COUNTED,
 ) -> Iterator[OpenQueue]:
     """Join the queues, registered as an RQ worker, for as long as the context lasts. A standby waits while another
     worker has its name or its queues, or Redis is away, instead of raising.
@@ -293,6 +309,7 @@ def open_queue(
             beating=beating,
             is_at_hand=store.is_at_hand,
             patience_s=settings.patience_s,
+            metrics=metrics,
         )
         closing.callback(rq_queue.sign_off)
         depths = QueueDepths(client_of(redis_url, timeout_s=_LOOK_TIMEOUT_S), settings.queue_names)
