@@ -19,9 +19,11 @@ from tests.worker.memory.agents import (
     open_store,
     problems_of,
     reopen,
+    rows,
     run_job,
     walk,
 )
+from tests.worker.memory.flips import Flip
 
 from stoker_shared.errors import AgentTranscriptUnreadable
 from stoker_worker.memory import transcripts
@@ -158,6 +160,23 @@ def test_another_piece_in_the_place_of_one_is_foreign_and_never_loaded(
     restored = agent.restore(NEXT)
     assert (restored.prefix.n_tokens if restored.prefix else 0, restored.miss_reason) == (left, reason)
     assert not pieces[left][1].exists()
+
+
+def test_a_turn_that_goes_on_from_a_damaged_row_of_a_block_is_saved_without_its_cache(
+    agent: Agent, tmp_path: Path
+) -> None:
+    address = bytes.fromhex(blocks_of(agent, tmp_path)[1].stem)
+    ((parent,),) = rows(agent.store, "SELECT parent FROM blocks WHERE address = ?", address)
+    agent.store.close()
+    at = (tmp_path / NAME).read_bytes().index(address + parent)
+    Flip(NAME, at - 5, 8).apply(tmp_path)  # the type of `unused_since`: 0 instead of NULL
+    agent.store = open_store(tmp_path)
+    for length in (800, 900):
+        result = agent.store.save(agent.turn(LONG[:length]))
+        assert "its cache is not saved: the database of the store is damaged" in result["cache"]["save_error"]
+        assert agent.tokens() == LONG[:length]
+    assert Agent(agent.store, "neighbour").say((*ids(700, seed=9), *LONG)) == 4
+    assert agent.cached((*LONG, 1)) == 512
 
 
 # --- transcripts ---

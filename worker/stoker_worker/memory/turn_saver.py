@@ -24,7 +24,7 @@ from stoker_worker.memory.blocks import (
     layout_of,
     state_fits,
 )
-from stoker_worker.memory.database import Connection
+from stoker_worker.memory.database import Connection, Damaged
 from stoker_worker.memory.eviction import DiskBudget, is_full
 from stoker_worker.memory.files import Chunk, allocated_bytes, is_there
 from stoker_worker.memory.store_parts import NextVersion, StoreParts
@@ -205,7 +205,8 @@ class TurnSaver:
             raise
         except Exception as error:
             self._budget.not_saved(chain.paths(self._blocks.path_of) if chain else ())
-            is_of_cache = isinstance(error, CacheNotWritten) or is_full(error)
+            # A damaged row may be one of the cache index; if it is another one, the turn fails without its cache too.
+            is_of_cache = isinstance(error, CacheNotWritten | Damaged) or is_full(error)
             if turn.cache is None or not is_of_cache:
                 raise
             reason = f"its cache is not saved: {error}"
