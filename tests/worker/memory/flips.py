@@ -124,6 +124,12 @@ class Flip:
         path.write_bytes(data)
 
 
+def spoil(folder: Path, row: bytes, column: bytes) -> None:
+    """Flip a bit of a column in the closed database, behind these bytes of its row: an index has another value now."""
+    data = (folder / "agents.db").read_bytes()
+    Flip("agents.db", data.index(column, data.index(row)) + len(column) - 1, 1).apply(folder)
+
+
 class Flipper:
     """Chooses flips at random: half of them anywhere, half where a byte has a meaning of its own."""
 

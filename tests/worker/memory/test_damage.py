@@ -3,6 +3,7 @@
 import logging
 import shutil
 import sqlite3
+import struct
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -23,12 +24,13 @@ from tests.worker.memory.agents import (
     run_job,
     walk,
 )
-from tests.worker.memory.flips import Flip
+from tests.worker.memory.flips import Flip, spoil
 
 from stoker_shared.errors import AgentTranscriptUnreadable
 from stoker_worker.memory import transcripts
 from stoker_worker.memory.admin.salvage import salvage
 from stoker_worker.memory.agent_changes import exists, forget_agent
+from stoker_worker.memory.cache_index import HAS_CACHE
 from stoker_worker.memory.database import NAME, key_of
 from stoker_worker.memory.store_parts import opened
 from stoker_worker.ports import AgentVersion
@@ -177,6 +179,45 @@ def test_a_turn_that_goes_on_from_a_damaged_row_of_a_block_is_saved_without_its_
         assert agent.tokens() == LONG[:length]
     assert Agent(agent.store, "neighbour").say((*ids(700, seed=9), *LONG)) == 4
     assert agent.cached((*LONG, 1)) == 512
+
+
+def row_of_block(agent: Agent, path: Path) -> tuple[bytes, bytes]:
+    """How its row begins in the database, and its last column there, the address of the block before it."""
+    (row,) = rows(agent.store, "SELECT address, parent FROM blocks WHERE address = ?", bytes.fromhex(path.stem))
+    return b"".join(row), row[1]
+
+
+def test_a_damaged_row_of_a_block_keeps_no_other_from_eviction(
+    agent: Agent, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged = blocks_of(agent, tmp_path)[0]
+    row = row_of_block(agent, damaged)
+    agent.store.close()
+    spoil(tmp_path, *row)
+    agent.store = open_store(tmp_path)
+    agent.store.budget.max_bytes = 1
+    for _ in range(2):
+        agent.store.budget.make_room()
+    assert rows(agent.store, "SELECT lower(hex(address)) FROM blocks") == [(damaged.stem,)]
+    assert list(tmp_path.rglob("*.safetensors")) == []
+    assert caplog.text.count("stays in the index") == 1
+    assert agent.tokens() == LONG[:700]
+
+
+@pytest.mark.parametrize("waiting", [frozenset[str](), frozenset({"agent", "neighbour"})])
+def test_a_damaged_row_of_an_agent_keeps_no_other_from_eviction(
+    agent: Agent, tmp_path: Path, waiting: frozenset[str]
+) -> None:
+    ((last_used,),) = rows(agent.store, "SELECT last_used FROM agents WHERE agent_id = 'neighbour'")
+    agent.store.close()
+    spoil(tmp_path, b"neighbour" + key_of("neighbour"), struct.pack(">d", last_used))
+    agent.store = open_store(tmp_path)
+    agent.store.pin(frozenset(), waiting)
+    agent.store.order_by(lambda agent_id: (0, len(agent_id)))  # the neighbour's cache goes first
+    agent.store.budget.max_bytes = 1
+    agent.store.budget.make_room()
+    assert rows(agent.store, f"SELECT agent_id FROM agents WHERE {HAS_CACHE}") == [("neighbour",)]
+    assert agent.tokens() == LONG[:700]
 
 
 # --- transcripts ---

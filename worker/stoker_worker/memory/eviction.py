@@ -27,7 +27,7 @@ from typing import Final, TypeVar
 from stoker_worker.memory import cache_index, transcripts
 from stoker_worker.memory.blocks import block_beside, checkpoint_beside
 from stoker_worker.memory.cache_index import HAS_CACHE, Block
-from stoker_worker.memory.database import Connection, Damaged, DatabaseFailed
+from stoker_worker.memory.database import Connection, Damaged, Database, DatabaseFailed
 from stoker_worker.memory.files import allocated_bytes, is_there
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.transcripts import AgentRow
@@ -140,6 +140,18 @@ def _measure_block(connection: Connection, path: Path) -> None:
 def _write(connection: Connection, notes: Iterable[_Note]) -> None:
     for note in notes:
         note(connection)
+
+
+def _write_each(database: Database, notes: Collection[_Note]) -> list[BaseException | None]:
+    """Write the notes, each alone if a damaged row refuses one; returns what was raised for each. Raises `OSError`: the
+    disk refuses them all. Not `commit_each` alone: in an outage, it would try each of hundreds."""
+    try:
+        database.commit(partial(_write, notes=notes))
+    except OSError:
+        raise
+    except Exception:
+        return [change.error for change in database.commit_each(list(notes))]
+    return [None] * len(notes)
 
 
 @dataclass(frozen=True)
@@ -274,6 +286,7 @@ class DiskBudget:
         self._settling = threading.Lock()
         self._holds = parts.holds
         self.place_of: PlaceOf = lambda agent_id: (0, 0)
+        self._refused: set[str] = set()  # blocks and agents whose damaged rows stay: no plan may have them again
         self._waiting: list[str] | None = None  # in one settling: those that still have cache, the next to go last
         self._room_bytes = 0
         self._warned = False
@@ -359,21 +372,30 @@ class DiskBudget:
             self._parts.files.remove(path)
 
     def _note_removed(self, plan: Plan) -> None:
-        """Remove the plan's rows. Raises `OSError`, `Damaged`."""
+        """Remove the plan's rows; a damaged one stays, and no later plan has it. Raises `OSError`."""
         now = time.time()
 
-        def change(connection: Connection) -> None:
-            for row in plan.agents:
-                is_released = row in plan.released
-                cache_index.note_evicted(connection, row, released=is_released, now=now)
-            for block in plan.blocks:
-                if not is_there(self._parts.blocks.path_of(block.model, block.address)):  # else it was saved again
-                    cache_index.remove_block(connection, block.address, now=now if plan.agents else None)
-            for block in plan.checkpoints:
-                if not is_there(self._parts.blocks.both(block.model, block.address)[1]):
-                    cache_index.drop_checkpoint(connection, block.address)
+        def remove(connection: Connection, block: Block) -> None:
+            if not is_there(self._parts.blocks.path_of(block.model, block.address)):  # else it was saved again
+                cache_index.remove_block(connection, block.address, now=now if plan.agents else None)
 
-        self._database.commit(change)
+        def drop(connection: Connection, block: Block) -> None:
+            if not is_there(self._parts.blocks.both(block.model, block.address)[1]):
+                cache_index.drop_checkpoint(connection, block.address)
+
+        names = [row.agent_id for row in plan.agents]
+        notes: list[_Note] = [
+            partial(cache_index.note_evicted, row=row, released=row in plan.released, now=now) for row in plan.agents
+        ]
+        for blocks, note in ((plan.blocks, remove), (plan.checkpoints, drop)):
+            names += [block.address for block in blocks]
+            notes += [partial(note, block=block) for block in blocks]
+        for name, error in zip(names, _write_each(self._database, notes), strict=True):
+            if isinstance(error, OSError):
+                raise error
+            if error is not None:
+                self._refused.add(name)
+                _log.warning("%s stays in the index of the caches: %s", name, error)
 
     def _default_bytes(self) -> int:
         free = shutil.disk_usage(self._parts.path).free
@@ -428,20 +450,23 @@ class DiskBudget:
             )
 
     def _plan(self, connection: Connection, need_bytes: int, unused_before: float) -> Plan:
-        holds, held = self._holds, self._holds.blocks()
+        holds, held = self._holds, self._holds.blocks() | self._refused
         unused = plan_unused(connection, need_bytes=need_bytes, held=held, unused_before=unused_before)
         if unused or need_bytes <= 0:
             return unused
-        share_bytes, first = CHECKPOINT_SHARE * self.max_bytes, next(idle_rows(connection, holds.agents()), None)
+        busy = holds.agents() | self._refused
+        share_bytes, first = CHECKPOINT_SHARE * self.max_bytes, next(idle_rows(connection, busy), None)
         plan_those = partial(plan_checkpoints, connection, first, share_bytes=share_bytes)
         if plan := plan_those(need_bytes=need_bytes, held=held):
             return plan
         plan_of = partial(plan_agents, connection, need_bytes=need_bytes, held=held)
         if self._waiting is None:
-            if plan := plan_of(idle_rows(connection, holds.agents())):
+            if plan := plan_of(idle_rows(connection, busy)):
                 return plan
             self._waiting = waiting_agents(connection, holds.waits, self.place_of)
-        plan = plan_of(take_rows(connection, self._waiting, holds.is_running))
+        plan = plan_of(
+            take_rows(connection, self._waiting, lambda name: name in self._refused or holds.is_running(name))
+        )
         self._waiting += [row.agent_id for row in plan.agents[-1:]]  # it may have some left
         return plan
 
