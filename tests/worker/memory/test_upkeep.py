@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -14,6 +15,7 @@ import pytest
 from tests.worker.memory.agents import (
     Agent,
     FastDisk,
+    call_of_session,
     disk_bytes,
     files_below,
     ids,
@@ -23,9 +25,11 @@ from tests.worker.memory.agents import (
     walk,
 )
 from tests.worker.memory.faulty_files import FullFiles
+from tests.worker.memory.flips import spoil
 
 from stoker_worker import events
-from stoker_worker.memory import cache_index, database, upkeep
+from stoker_worker.memory import cache_index, database, transcripts, upkeep
+from stoker_worker.memory.database import Damaged
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.ports import Delivery
@@ -334,6 +338,43 @@ def test_a_round_that_fails_does_not_end_the_thread(
     wait_until(lambda: len(rounds) > 2)
     assert "disk away" in caplog.text
     assert "a bug" in caplog.text
+
+
+def with_a_damaged_answer(folder: Path, **options: Any) -> AgentCacheStore:
+    """A store with an expired answer that SQLite refuses to remove."""
+    with closing(AgentCacheStore(folder, files=FastDisk())) as store:
+        Agent(store, "answered").say(LONG[:10])
+        store.parts.database.commit(lambda connection: connection.execute("UPDATE deliveries SET expires = 1.5"))
+        ((result,),) = rows(store, "SELECT result FROM deliveries")
+    spoil(folder, result.encode(), struct.pack(">d", 1.5))
+    return AgentCacheStore(folder, files=FastDisk(), **options)
+
+
+def test_a_damaged_answer_keeps_no_cache_from_eviction_and_no_agent_from_its_end(tmp_path: Path) -> None:
+    with closing(with_a_damaged_answer(tmp_path, agent_ttl_s=HOUR_S)) as store:
+        for name in ("old", "new"):
+            Agent(store, name).say(LONG[:600])
+        set_used(store, "UPDATE agents SET used_clock_s = used_clock_s - 3700 WHERE agent_id = 'old'")
+        store.pin(NOBODY, NOBODY)
+        store.budget.max_bytes = 1
+        with pytest.raises(Damaged):
+            tidy(store)
+        assert list(tmp_path.rglob("*.safetensors")) == []
+        assert {name for (name,) in rows(store, "SELECT agent_id FROM agents")} == {"answered", "new"}
+
+
+def test_what_stops_one_part_of_the_upkeep_stops_no_other(tmp_path: Path) -> None:
+    orphan = tmp_path / "pieces" / "ab" / f"{'ab' * 16}-1-tail.safetensors"
+    with closing(with_a_damaged_answer(tmp_path, session_ttl_s=HOUR_S)) as store:
+        call_of_session(store, LONG[:600])
+        set_used(store, f"UPDATE agents SET used_clock_s = used_clock_s - 3700 WHERE {transcripts.IS_OF_SESSION}")
+        orphan.parent.mkdir(exist_ok=True)
+        orphan.touch()
+        age(orphan, 700)
+        store.pin(NOBODY, NOBODY)
+        store.start_upkeep()
+        wait_until(lambda: not orphan.exists())
+        assert rows(store, "SELECT agent_id FROM agents") == [("answered",)]
 
 
 def set_used(store: AgentCacheStore, sql: str) -> None:

@@ -123,12 +123,13 @@ class Upkeep:
         if self._monotonic() - self._ticked_at >= _TICK_S:
             self._tick()
         yield
-        while self._database.commit(partial(transcripts.forget_answers, now=time.time())):
-            yield
-        if self._agent_ttl_s is not None:
-            yield from self._forget_unused(self._agent_ttl_s, f"NOT {transcripts.IS_OF_SESSION}")
         self._budget.make_room()
         self._database.shorten_log()
+        if self._agent_ttl_s is not None:
+            yield from self._forget_unused(self._agent_ttl_s, f"NOT {transcripts.IS_OF_SESSION}")
+        # Last: a damaged row among the expired ones ends the steps here each time.
+        while self._database.commit(partial(transcripts.forget_answers, now=time.time())):
+            yield
 
     def forget_sessions(self) -> Iterator[None]:
         """The steps of each minute, as fine as the store's clock: conversations may be many. Raises as `tidy`."""
@@ -157,25 +158,26 @@ class Upkeep:
     def _run(self) -> None:
         sessions, walks = Periodic(_TICK_S), Periodic(_WALK_EVERY_S)
         while not self._stop.wait(_EVERY_S):
-            try:
-                self._take(self.tidy())
-                if sessions.is_due():
-                    self._take(self.forget_sessions())
-                if walks.is_due():
-                    self._take(self.walk())
-            except DatabaseFailed as error:
-                self._database.outage.met(error)
-            except (OSError, Damaged, StokerError) as error:
-                _log.warning("the store's upkeep goes on later: %s", error)
-            except Exception:  # the worker can do without it for now
-                _log.exception("the store's upkeep goes on later")
+            self._take(self.tidy())
+            if sessions.is_due():
+                self._take(self.forget_sessions())
+            if walks.is_due():
+                self._take(self.walk())
 
     def _take(self, steps: Iterable[None]) -> None:
+        """Never raises: what ends these steps stops no others."""
         begin = time.perf_counter()
-        for _ in steps:
-            if self._stop.wait(max(_REST_S, _REST_SHARE * (time.perf_counter() - begin))):
-                return
-            begin = time.perf_counter()
+        try:
+            for _ in steps:
+                if self._stop.wait(max(_REST_S, _REST_SHARE * (time.perf_counter() - begin))):
+                    return
+                begin = time.perf_counter()
+        except DatabaseFailed as error:
+            self._database.outage.met(error)
+        except (OSError, Damaged, StokerError) as error:
+            _log.warning("the store's upkeep goes on later: %s", error)
+        except Exception:  # the worker can do without it for now
+            _log.exception("the store's upkeep goes on later")
 
     def _tick(self) -> None:
         """Add to the store's clock how long this worker has run, a tick at most. It is no date, does not count while
