@@ -417,3 +417,21 @@ def test_a_note_that_a_damaged_row_refuses_is_dropped_alone(store: AgentCacheSto
     one_round(store)
     store._notes.write()
     assert len(store._notes) == 0
+
+
+def test_a_note_that_a_damaged_row_refuses_takes_no_other_with_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = ["first", "damaged", "last"]
+    with closing(AgentCacheStore(tmp_path, files=FastDisk())) as store:
+        for name in names:
+            Agent(store, name).say(LONG[:10])
+        before = {name: last_used(store, name) for name in names}
+    spoil(tmp_path, b"damaged" + database.key_of("damaged"), struct.pack(">d", before["damaged"]))
+    with closing(AgentCacheStore(tmp_path, files=FastDisk())) as store:
+        for name in names:
+            Agent(store, name).restore(LONG[:20])
+        for _ in range(2):
+            tidy(store)
+        assert [name for name in names if last_used(store, name) > before[name] + 1e-4] == ["first", "last"]
+    assert caplog.text.count("cannot be noted") == 1

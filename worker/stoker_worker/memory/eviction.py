@@ -104,16 +104,18 @@ class Notes:
                 with self._lock:
                     some = dict(itertools.islice(self._notes.items(), _MOST_NOTES))
                 try:
-                    self._database.commit(partial(_write, notes=some.values()))
+                    errors = _write_each(self._database, some.values())
                 except DatabaseFailed:  # logged as an outage of the store
                     return
                 except OSError as error:
                     _log.warning("uses of agents and ends of jobs are noted later: %s", error)
                     return
-                except Exception as error:  # a note that a damaged row refuses must not keep the others waiting
-                    _log.warning("some uses of agents and ends of jobs cannot be noted: %s", error)
                 with self._lock:
-                    for key, note in some.items():
+                    for (key, note), refusal in zip(some.items(), errors, strict=True):
+                        if isinstance(refusal, OSError):
+                            continue  # it is tried again
+                        if refusal is not None:
+                            _log.warning("a use of an agent or an end of a job cannot be noted: %s", refusal)
                         if self._notes.get(key) is note:  # else it has changed meanwhile
                             del self._notes[key]
 
