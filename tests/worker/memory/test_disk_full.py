@@ -30,7 +30,7 @@ from tests.worker.memory.faulty_files import FullFiles
 
 from stoker_shared.errors import AgentTranscriptUnreadable, StoreUnusable
 from stoker_worker.memory.admin.archive import export_agent
-from stoker_worker.memory.agent_changes import fork_agent
+from stoker_worker.memory.agent_changes import fork_agent, roll_back
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.memory.store_parts import opened
 from stoker_worker.memory.upkeep import cache_folders, orphans_in
@@ -213,6 +213,20 @@ def test_a_command_knows_of_a_lost_turn_that_it_cannot_put_into_the_database(tmp
             with pytest.raises(AgentTranscriptUnreadable, match="not saved"):
                 export_agent(parts, "agent", tmp_path / "exported")
         sqlite.arm(1, 0)
+
+
+def test_a_lost_turn_that_a_command_has_dealt_with_is_missed_no_more_and_the_next_one_is(tmp_path: Path) -> None:
+    sqlite, folder = FullFiles(), tmp_path / "store"
+    with closing(lose_a_turn(folder, sqlite, stored=400)) as store:
+        sqlite.arm(1, 0)
+        with opened(folder) as parts:
+            roll_back(parts, "agent", 1)
+        assert Agent(store).tokens() == LONG[:400]
+        store.mark_unsaved("agent")
+        with pytest.raises(AgentTranscriptUnreadable, match="not saved"):
+            store.open_agent("agent")
+        with closing(after_a_crash(folder, tmp_path / "later")) as later, pytest.raises(AgentTranscriptUnreadable):
+            later.open_agent("agent")
 
 
 def test_a_turn_that_nothing_can_remember_as_lost_is_an_error(tmp_path: Path) -> None:

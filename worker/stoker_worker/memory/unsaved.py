@@ -42,7 +42,10 @@ class UnsavedTurns:
         self._to_blank: set[int] = set()
 
     def __contains__(self, agent_id: object) -> bool:
-        return agent_id in self._places
+        try:
+            return self._has_note(agent_id)
+        except OSError:
+            return True
 
     def reserve(self) -> None:
         """Make room for notes in advance. Only the store's worker does, and only it adds notes. Never raises: without
@@ -58,7 +61,7 @@ class UnsavedTurns:
         """Note that the agent's last turn is lost, during its own job only. Raises `OSError`: the note could not be
         made durable, and does not count."""
         with self._lock:
-            if agent_id not in self._places:
+            if not self._has_note(agent_id):
                 place = next(place for place in count() if place not in self._places.values())
                 self._to_blank.add(place)  # unless all of it is durable
                 self._files.write_at(self._path, place * _NOTE_BYTES, _note_of(agent_id))
@@ -92,11 +95,17 @@ class UnsavedTurns:
 
     def _move(self, agent_id: str) -> None:
         """Raises `DatabaseFailed`, `Damaged`: the note stays where it is."""
-        # Only a process that works on an agent touches its note: it is still there, or another process has moved it.
-        if any(found == (self._places.get(agent_id), agent_id) for found in self._on_disk()):
+        if self._has_note(agent_id):
             change = partial(transcripts.set_unsaved, agent_id=agent_id, unsaved=True, now=time())
             self._database.commit(change)
             self.discard(agent_id)
+
+    def _has_note(self, agent_id: object) -> bool:
+        """Raises `OSError`. Only a process that works on an agent touches its note: one that is not in the file any
+        more was moved by another process, which may have changed the agent since."""
+        if agent_id not in self._places:  # only the worker adds notes: the file need not be read
+            return False
+        return any(found == agent_id and place == self._places.get(found) for place, found in self._on_disk())
 
     def _blank(self) -> None:
         with suppress(OSError):
