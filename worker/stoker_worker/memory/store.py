@@ -175,7 +175,6 @@ class AgentCacheStore(CacheStorePort):
             with self._database.snapshot() as connection:
                 row = transcripts.find_agent(connection, agent_id)
                 known = None if row is None else transcripts.read_answer(connection, row.number, key)
-                is_whole = row is not None and known is not None and transcripts.is_newest(connection, row, key)
             if row is None and (ended := self.parts.replica.forgotten(agent_id).ended.get(key)):
                 known = transcripts.AnswerIn(ended.version)
             if isinstance(known, transcripts.AnswerIn):
@@ -183,8 +182,6 @@ class AgentCacheStore(CacheStorePort):
         except (Damaged, OSError) as error:
             _log_way_on(agent_id, error)
             raise AgentTranscriptUnreadable(f"the answers of agent {agent_id!r}: {error}") from error
-        if row is not None and is_whole and (row.unsaved or agent_id in self.unsaved):
-            self._is_saved(agent_id)  # the disk failed after its version was written
         return known
 
     def restore(
@@ -393,14 +390,6 @@ class AgentCacheStore(CacheStorePort):
             )
         answer: Mapping[str, Any] = json.loads(text)
         return answer
-
-    def _is_saved(self, agent_id: str) -> None:
-        self.unsaved.discard(agent_id)
-        try:
-            change = partial(transcripts.set_unsaved, agent_id=agent_id, unsaved=False, now=time.time())
-            self._database.commit(change)
-        except (OSError, Damaged) as error:
-            _log.error("agent %r: could not note that its last turn is saved: %s", agent_id, error)
 
 
 class AgentJobs(AgentJobsPort):

@@ -280,12 +280,6 @@ def read_version(connection: Connection, row: AgentRow, version: int) -> tuple[T
     return replay(chain), chain[-1].about.cache
 
 
-def is_newest(connection: Connection, row: AgentRow, delivery: bytes) -> bool:
-    """True if the delivery of this key made the newest version."""
-    sql = "SELECT 1 FROM turns WHERE agent = ? AND version = ? AND delivery = ?"
-    return connection.execute(sql, (row.number, row.version, delivery)).fetchone() is not None
-
-
 def read_history(connection: Connection, row: AgentRow) -> Iterator[tuple[TurnRecord, bool]]:
     """Every version that is kept and whole, oldest first, and whether `read_version` can return it."""
     before: tuple[int, bytes] | None = None
@@ -507,18 +501,13 @@ def put_row(connection: Connection, row: AgentRow, *, last_used: float, or_else:
     )
 
 
-def set_unsaved(connection: Connection, agent_id: str, *, unsaved: bool, now: float) -> None:
-    """Note whether the last finished turn is missing from the transcript. Raises `Damaged`."""
-    row = find_agent(connection, agent_id)
-    if row is None:
-        if not unsaved:
-            return
-        row = insert_agent(connection, agent_id, last_used=now)
+def set_unsaved(connection: Connection, agent_id: str, *, now: float) -> None:
+    """Note that the last finished turn is missing from the transcript. Raises `Damaged`."""
+    row = find_agent(connection, agent_id) or insert_agent(connection, agent_id, last_used=now)
     if row.problem is not None:
         _take_over(connection, row)
-    checksum = agent_checksum(row.number, agent_id, row.version, row.head, int(unsaved))
-    sql = "UPDATE agents SET unsaved = ?, checksum = ? WHERE number = ?"
-    connection.execute(sql, (int(unsaved), checksum, row.number))
+    checksum = agent_checksum(row.number, agent_id, row.version, row.head, 1)
+    connection.execute("UPDATE agents SET unsaved = 1, checksum = ? WHERE number = ?", (checksum, row.number))
 
 
 def set_missing(connection: Connection, agent_id: str, version: int, *, now: float) -> None:

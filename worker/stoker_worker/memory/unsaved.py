@@ -96,7 +96,7 @@ class UnsavedTurns:
     def _move(self, agent_id: str) -> None:
         """Raises `DatabaseFailed`, `Damaged`: the note stays where it is."""
         if self._has_note(agent_id):
-            change = partial(transcripts.set_unsaved, agent_id=agent_id, unsaved=True, now=time())
+            change = partial(transcripts.set_unsaved, agent_id=agent_id, now=time())
             self._database.commit(change)
             self.discard(agent_id)
 
