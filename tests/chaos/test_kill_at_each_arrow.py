@@ -250,7 +250,7 @@ def test_an_escalation_that_is_killed_moves_the_job_and_counts_its_verdict_once(
     steps = [{"model": "small", "queue": "generate"}, {"model": "large", "queue": "large"}]
     request = {"v": 5, "context": "full", "check": {"contains": ["yes"]}, "route": steps, "task": "t"}
     scene.enqueue("victim", None, "if large say yes else no", 20, request=request)
-    hooks = {"die": {"target": FINISH + "go_on", "when": when, "needles": ["victim"]}}
+    hooks = {"die": {"target": FINISH + "escalate", "when": when, "needles": ["victim"]}}
     first = scene.worker("first", "--model", "small", hooks=hooks)
     assert first.wait() == -signal.SIGKILL, first.log
     assert connection.lrange("rq:queue:large", 0, -1) == ([b"victim"] if has_moved else [])
