@@ -68,7 +68,7 @@ class BlockPoolBatchEngine(GenerationEnginePort):
             make_generator: makes an empty generator; called again after a step that broke.
             max_batch, max_prefilling: most sequences in the batch, and most of them in prefill.
             shares_beginnings: whether prompts that begin alike are prefilled once, wherever they part.
-            resumes_at_snapshots: whether they are prefilled once up to a snapshot that is taken for that.
+            resumes_at_snapshots: whether they are prefilled once, up to a snapshot that is taken where they part.
         """
         self._model = model
         self._loaded = loaded
@@ -133,7 +133,8 @@ class BlockPoolBatchEngine(GenerationEnginePort):
         return sequence
 
     def step(self) -> list[CompletedGeneration]:
-        """One decode step of every sequence in the batch and one chunk of prefill. Ends do not disturb the others."""
+        """One decode step of every sequence in the batch, and a chunk of each one in prefill. Ends do not disturb the
+        others."""
         ended: list[CompletedGeneration] = []
         try:
             ended.extend(self._step())

@@ -1,4 +1,4 @@
-"""The generator's interface: sequences run through a model, one token per step. Pure; engine thread.
+"""The generator's interface: sequences run through a model, step by step. Pure; engine thread.
 
 Owns the values that cross between the engine and a generator. `RowsGenerator`, `BatchedGenerator` and `SingleGenerator`
 implement it.
@@ -43,7 +43,7 @@ class SequenceStart:
         prefix: from `Generator.share`: the first of `cached_ids`, which the generator drops from `caches`.
         guide: at its place after the last token of `segments`.
         end_ids: a generated token of these is the sequence's last.
-        scorer: gets the logits of the prompt's tokens, but not of the last one.
+        scorer: gets the logits of the prompt's tokens; those from the last token on, it ignores.
     """
 
     segments: list[list[int]]
@@ -103,7 +103,7 @@ class Generator(Protocol):
         ...
 
     def beginning(self, uid: int, n_tokens: int) -> list[Any]:
-        """Copies of a sequence's first `n_tokens` tokens, for another one. Raises `ValueError` if they cannot be
+        """Caches of a sequence's first `n_tokens` tokens for another one, lazily. Raises `ValueError` if they cannot be
         cut."""
         raise ValueError("these caches cannot be cut")
 

@@ -28,7 +28,8 @@ GROW_STEPS: Final = 32
 """A row alone in its group grows over so many steps, some of its layers in each."""
 
 SPARE_SHARE: Final = 8
-"""A group has at most one spare place for so many rows: then a row that joins after another left is copied alone."""
+"""A group keeps at most one spare place for so many rows: a row that joins after another has left is then copied
+without the group."""
 
 
 def room_for(n_tokens: int, n_left: int, *, is_shared: bool) -> int:

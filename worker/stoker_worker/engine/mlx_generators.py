@@ -1,6 +1,7 @@
 """Both generators over mlx-lm's own caches: a batch in mlx-lm's `BatchGenerator`, and one sequence at a time.
 
-Owns all knowledge of mlx-lm's internals, such as the place of a token sampled and not yet in the cache. Engine thread.
+Owns all knowledge of the internals of `BatchGenerator`, such as the place of a token sampled and not yet in the cache.
+Engine thread.
 """
 
 from dataclasses import dataclass

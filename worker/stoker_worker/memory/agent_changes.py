@@ -1,4 +1,4 @@
-"""Forks, rolls back and forgets agents: every change but turns. Finisher and upkeep threads, and the shell's commands.
+"""Forks, rolls back and forgets agents. Finisher and upkeep threads, and the shell's commands.
 
 A change is one transaction, which also remembers the delivery if a job asked: after a crash it has happened or it has
 not. With a shared store, it has happened once its version is there. New files are written before the transaction, and
@@ -145,8 +145,8 @@ def write_with_cache(
 
 
 def fork_agent(parts: StoreParts, source: str, target: str, asked: Asked = BY_COMMAND) -> AgentForked:
-    """Make agent `target` with the transcript and the cache of `source`'s newest version. Of the deliveries it gets
-    only the fork's: the others were answered for the other agent.
+    """Make agent `target` with the transcript and the cache of `source`'s newest version. Of the recorded deliveries,
+    `target` gets only the fork's: the others are about `source`.
 
     Raises:
         AgentNotFound: there is no `source`.
@@ -308,7 +308,7 @@ def forget_agent(
 ) -> AgentForgotten:
     """Remove the agent, whole or damaged, and the blocks that only it used and no work here holds. With a shared store
     its next version there is an empty one, except with `only_here`: other machines may keep the agent. `on_removed`:
-    called once the agent is removed, before its files are.
+    called once the agent is removed here or in the shared store, before its files are.
 
     Raises:
         AgentTranscriptUnreadable: it is unknown whether there is such an agent.

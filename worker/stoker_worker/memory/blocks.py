@@ -5,16 +5,16 @@ one address hold the same cache: agents share them, and blocks of different salt
 checkpoint beside it, shared in the same way: all that is needed to go on at its end or up to 255 tokens after it. Each
 agent's newest version has pieces of its own: the tail or the snapshots.
 
-A safetensors file is written once and never changed. A reader builds the header that it expects (model, cache layout,
-parent, token ids) and compares bytes, so it trusts no content unseen. A writer streams the engine's arrays without a
-copy; a reader fills memory of the caller. Two threads may write or remove the same block: at worst it is computed
-again. Files that a crash leaves behind are overwritten or found by `Upkeep`.
+A safetensors file is never changed in place, and only a checkpoint is replaced. A reader builds the header that it
+expects (model, cache layout, parent, token ids) and compares bytes, so it uses nothing that is not verified. A writer
+streams the engine's arrays without a copy; a reader fills arrays of the caller's. Two threads may write or remove the
+same block: at worst it is computed again. Files that a crash leaves behind are overwritten or found by `Upkeep`.
 
 Blocks may be stored in 8 or 4 bits per element, in groups along the head dimension: an element is ``q * scale + bias``
 with its group's float32 scale and bias. The error is at most half a scale, and the rounding of the element's dtype. No
-group spans two tokens, so elements that were read from one block and written to another do not change again.
+group spans two tokens, so elements that are read and quantised again do not change.
 
-Addresses, layouts and quantising are pure. Loader threads read files, finisher threads write them.
+Addresses, layouts and quantising are pure. Loader threads read files; finisher threads write those of turns.
 """
 
 import hashlib
@@ -314,8 +314,8 @@ class CachePiece:
         return len(self.header) + self.layout.n_bytes
 
     def encode(self, layers: tuple[LayerKV, ...], offset: int, states: tuple[LayerState, ...] = ()) -> Iterator[Chunk]:
-        """The file's bytes, from arrays in which its tokens start at `offset`, and a snapshot's `states`; copied only
-        if quantised."""
+        """The file's bytes, from arrays in which its tokens start at token `offset`, and a snapshot's `states`; copied
+        only if quantised."""
         stop = offset + len(self.token_ids)
         arrays: Iterable[Array] = (array[:, offset:stop] for array in chain.from_iterable(layers))
         if self.is_quantised:
@@ -326,8 +326,8 @@ class CachePiece:
         return self._encode([*rows, *map(_bytes_of, chain.from_iterable(states))])
 
     def load(self, path: Path, targets: Sequence[memoryview]) -> Fault | None:
-        """Read a file's data into `targets` (`layout.n_bytes` in all) and verify the whole file. After a fault the
-        targets hold anything."""
+        """Read a file's data, without its header, into `targets` (`layout.n_bytes` in all) and verify the whole file;
+        ``None``: it is whole. After a fault the targets hold anything."""
         try:
             with open(path, "rb", buffering=0) as file:
                 return self._load(file, targets)
@@ -465,7 +465,7 @@ def block_beside(path: Path) -> Path:
 @dataclass(frozen=True)
 class SavedBlocks:
     """Allocated bytes of files, by the index of their block in a chain; `blocks` from the first that was missing.
-    `outlived`: snapshots that become checkpoints once the turn is committed: their files now and then."""
+    `outlived`: snapshots that become checkpoints once the turn is committed: their file, and the checkpoint's."""
 
     blocks: Mapping[int, int] = field(default_factory=dict)
     checkpoints: Mapping[int, int] = field(default_factory=dict)
@@ -498,8 +498,8 @@ class BlockFolder:
     def save(
         self, chain: BlockChain, cache: SequenceCache, spec: ModelCacheSpec, *, before: Places = ()
     ) -> SavedBlocks:
-        """Write the full blocks of `chain` and the cache's checkpoints that are missing. `before`: the snapshots of the
-        turn before within `chain`; the last one becomes the checkpoint of its block, unless that has one. Raises
+        """Write the full blocks of `chain` and the cache's checkpoints that are missing. `before`: the previous turn's
+        snapshots that lie within `chain`; the last one becomes the checkpoint of its block, unless that has one. Raises
         `OSError`: not all of them could be written."""
         paths: dict[int, Path] = {}
         missing: dict[Path, Iterable[Chunk]] = {}
@@ -558,8 +558,9 @@ class PieceFolder:
     def keep_only(
         self, pieces: Container[Path], agent_id: str, version: int, *, outlived: Mapping[Path, Path] | None = None
     ) -> list[Path]:
-        """Remove this version's other files, which a crash may have left, and those of the version before; `outlived`
-        (see `SavedBlocks`) are renamed instead. Never raises; returns the checkpoints that these did not become."""
+        """Remove the previous version's files, and those of this version that are not in `pieces`, which a crash may
+        have left. Files in `outlived` (see `SavedBlocks`) are renamed instead. Never raises; returns the checkpoint
+        files that could not be made."""
         failed = []
         for source, target in (outlived or {}).items():
             try:
@@ -581,8 +582,9 @@ class PieceFolder:
 def _checkpoint_to_write(
     path: Path, chain: BlockChain, spec: ModelCacheSpec, taken: Sequence[Snapshot]
 ) -> Snapshot | None:
-    """Which of the snapshots after one block becomes its checkpoint; ``None``: `path` has one within `chain` already.
-    In place of other prompts' checkpoint the first, which they may share; otherwise the last, which saves most."""
+    """Which snapshot after one block becomes its checkpoint; ``None``: the one at `path` lies within `chain`. The first
+    one if it replaces another prompt's checkpoint, because both prompts may share it; otherwise the last, which saves
+    most."""
     if (place := read_place(path)) is None:
         return taken[-1]
     start = taken[0].n_tokens // BLOCK_TOKENS * BLOCK_TOKENS
@@ -613,8 +615,8 @@ def packed_shapes(shape: tuple[int, int, int], bits: int) -> tuple[tuple[int, in
 
 
 def quantise(array: Array, bits: int) -> Quantised:
-    """`array`: (heads, tokens, dim) in float32, float16, or bfloat16 as uint16. Groups with elements beyond 1e35,
-    infinite or NaN, which no working model has, come back as anything."""
+    """Quantise an array of (heads, tokens, dim) in float32, float16, or bfloat16 as uint16, to 8 or 4 `bits`. Groups
+    with elements beyond 1e35, infinite or NaN, which no working model has, come back as anything."""
     heads, tokens, dim = array.shape
     group = group_size(dim)
     wide = _as_float32(array).reshape(heads, tokens, dim // group, group)

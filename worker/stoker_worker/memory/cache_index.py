@@ -4,7 +4,7 @@ It only decides what may be evicted, and counts; a lookup asks the disk. An agen
 and each block to the one before it: so a turn changes a few rows, however long its conversation, and a block is in use
 as long as an agent or another block refers to it. A checkpoint is in the row of its block, and goes with it. A model
 without full attention has rows of blocks without files. Runs inside `Database.snapshot` or a change of
-`Database.commit`; owns the tables `blocks` and `models`, `store.cache_bytes`, and the columns of `agents` about cache.
+`Database.commit`; owns the tables `blocks` and `models`, `store.cache_bytes`, and `agents.last_block`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -41,7 +41,7 @@ class Block:
 
 
 _MOST_USERS: Final = 200
-"""A block at the end of a common prompt may have a hundred thousand users; a plan asks about a few at a time."""
+"""Limits the count: a block at the end of a common prompt may have a hundred thousand users, and a plan needs a few."""
 
 _N_USERS: Final = (
     f"(SELECT count(*) FROM (SELECT 1 FROM agents WHERE last_block = blocks.address LIMIT {_MOST_USERS}))"
@@ -160,7 +160,7 @@ def has_block(connection: Connection, address: str) -> bool:
 
 
 def n_known(connection: Connection, chain: BlockChain, most: int) -> int:
-    """How many of the chain's first `most` blocks there are up to the last one in the index."""
+    """The number of blocks up to the last of the chain's first `most` that the index has; 0: it has none."""
     return next((n for n in range(most, 0, -1) if has_block(connection, chain.addresses[n - 1])), 0)
 
 
@@ -187,8 +187,8 @@ def note_unused(connection: Connection, address: str, *, now: float) -> None:
 
 
 def remove_block(connection: Connection, address: str, *, now: float | None = None) -> None:
-    """The block's files are gone: agents whose cache ended at it end at the block before. That one, if now unused,
-    counts as unused since `now`; ``None``: as long as this one."""
+    """The block's files are gone: agents whose cache ended here end at its parent. If the parent is unused now, it
+    counts as unused since `now`; ``None``: for as long as this block."""
     key = bytes.fromhex(address)
     row = connection.execute(f"SELECT parent, unused_since, {_BYTES} FROM blocks WHERE address = ?", (key,)).fetchone()
     if row is None:

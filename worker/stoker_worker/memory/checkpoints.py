@@ -12,7 +12,7 @@ from typing import Final
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ModelCacheSpec
 
 LEAST_APART: Final = 4
-"""Blocks between regular checkpoints: each of them ends a pass of the prefill."""
+"""Fewest blocks between two regular checkpoints: each one ends a pass of the prefill."""
 
 MOST_REGULAR: Final = 8
 """Regular checkpoints of a prompt, or those near its end."""
@@ -29,13 +29,13 @@ def checkpoint_places(
 
     Args:
         n_restored: tokens that are not prefilled, where nothing can be taken.
-        ends: after how many tokens it leaves what other prompts begin with, or may begin with.
+        ends: after how many tokens it departs from other prompts, or may do so.
         system_tokens: of its system prompt and tools.
     """
     apart = BLOCK_TOKENS * _blocks_apart(spec, n_prompt)
     regular = range(apart, n_prompt, apart)
     places = {n // BLOCK_TOKENS * BLOCK_TOKENS for n in ends if n >= BLOCK_TOKENS}
-    # A restore that reached the block of its end resumed from that block's checkpoint, which stays.
+    # A restore up to the block in which the system prompt ends used that block's checkpoint, which stays.
     is_taken = bool(spec.snapshot_layers) and n_restored // BLOCK_TOKENS >= system_tokens // BLOCK_TOKENS
     if system_tokens >= BLOCK_TOKENS and not is_taken:
         places.add(system_tokens)
@@ -49,7 +49,8 @@ def checkpoint_places(
 
 
 def _near_end(n_prompt: int, n_most: int) -> Iterator[int]:
-    """1, 2, 4, ... blocks before the end: a prompt that leaves this one there prefills twice its own part at most."""
+    """1, 2, 4, ... blocks before the end: a prompt that departs from this one prefills at most twice the tokens of its
+    own."""
     for exponent in range(n_most):
         n_blocks = n_prompt // BLOCK_TOKENS - 2**exponent
         if n_blocks >= LEAST_APART:

@@ -80,8 +80,8 @@ class Connection(Protocol):
 
 
 class Reading:
-    """A connection that reads one state, and closes its cursors with it: one with rows left would keep the connection,
-    and so its next reader, in that state. `connection`: the same without this care."""
+    """The connection of one read transaction. `close` closes its cursors: one with rows left would keep the connection,
+    and its next user, in this snapshot. `connection`: without this care."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -145,9 +145,9 @@ def translated() -> Iterator[None]:
 
 
 class Witness:
-    """How many transactions a store's database had when it was last written: a number and its checksum in a file. A
-    database with fewer has lost some: a damaged byte in SQLite's write-ahead log ends the log early, and SQLite takes
-    the rest for unfinished. The file is not synced: it may be older than the database, and is never newer."""
+    """How many transactions a store's database had when this file was last written: a number and its checksum in a
+    file. A database with fewer has lost some: a damaged byte in SQLite's write-ahead log ends the log early, and SQLite
+    takes the rest for unfinished. The file is not synced: it may be older than the database, and is never newer."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / _WITNESS_NAME
@@ -264,8 +264,8 @@ class Database:
                 connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
     def empty_log(self) -> bool:
-        """Move the log into the database and truncate it, unless it is being read. ``False``: that failed, perhaps for
-        lack of room. Never raises."""
+        """Move the log into the database and truncate it. ``True``: that is done, or the log is being read; ``False``:
+        it failed, perhaps for lack of room. Never raises."""
         with self._leading, suppress(DatabaseFailed, Damaged), translated():
             self._check_open()
             self._writer.execute("PRAGMA busy_timeout=0").fetchall()
@@ -277,7 +277,8 @@ class Database:
         return False
 
     def close(self) -> None:
-        """End the transaction under way, but no reads. The last process to close the database moves its log into it."""
+        """Wait for the transaction under way, but not for reads. The last process to close the database moves its log
+        into it."""
         with self._leading, self._lock:
             connections = [] if self._is_closed else [*self._idle, self._writer]
             self._is_closed = True

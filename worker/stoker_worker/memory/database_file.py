@@ -206,9 +206,9 @@ def seal_tables(connection: Connection) -> None:
 
 
 def check_database(folder: Path) -> None:
-    """Check that a store's database is whole and of this format; raises as `open_database`. The connection cannot
-    write: on close, another one would move what SQLite can read of a damaged log into the database, and delete the
-    log."""
+    """Check a store's database: header, size, format, tables and the number of transactions, but not its pages. Raises
+    as `open_database`. The connection cannot write: one that can would, when it is closed, move what SQLite can read of
+    a damaged log into the database, and delete the log."""
     testified = Witness(folder).read()  # first: another process may commit meanwhile
     path = folder / NAME
     with translated(), closing(connect(path, "ro")) as found:

@@ -163,8 +163,8 @@ class Plan:
     Attributes:
         blocks: in this order.
         agents: those that lose cache they use; their tails and snapshots go too.
-        released: those of `agents` that also give up the rest of their chains, which others use too: once these lose it
-            as well, nothing keeps it.
+        released: those of `agents` that also give up the blocks that others use; a block goes when its last user gives
+            it up.
         checkpoints: the blocks that lose theirs.
     """
 
@@ -297,7 +297,8 @@ class DiskBudget:
 
     @property
     def total_bytes(self) -> int:
-        """Allocated on disk, as `du` counts; without ``redis/``, and without files that are just being written."""
+        """Allocated on disk, as `du` counts; without ``redis/``, and without files that are just being written. Reads
+        the database and the folder: raises `OSError`, `Damaged`."""
         with self._database.snapshot() as connection:
             return cache_index.cache_bytes(connection) + _other_bytes(self._parts)
 

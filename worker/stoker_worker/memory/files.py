@@ -1,8 +1,8 @@
-"""Every operation that changes the store on disk, each a step that can fail or be cut short. Knows no format.
+"""The operations that change cache files, folders and notes: each can fail or be cut short. Knows no format.
 
-Tests use disks that stop after any step. Finisher threads write; loader threads read, and remove damaged files. Many
-pieces of memory are read and written as one file, a megabyte with each system call: a call for each piece costs more
-than copying its bytes, and joining the pieces first costs another copy.
+Tests use disks that stop after any step. Finisher threads write turns; loader threads read, and remove damaged files.
+Many pieces of memory are read and written as one file, a megabyte with each system call: a call for each piece costs
+more than copying its bytes, and joining the pieces first costs another copy.
 """
 
 import contextlib

@@ -83,8 +83,8 @@ class InFlight:
         self._held: set[str] = set()
 
     def pin(self, agents: frozenset[str]) -> None:
-        """From now on work on these agents, and on no others but those of `working_on`. Never blocks: an agent that
-        another process works on is only taken by `wait_for`."""
+        """From now on hold these agents, and no others but those of `working_on`. Never blocks: an agent that another
+        process holds is taken later, by `wait_for`."""
         with self._lock:
             self._pinned = agents
             self._take_and_release()

@@ -121,7 +121,7 @@ class BlockLookup:
 
     Attributes:
         limit: most tokens to find.
-        own: of the prompt's model and salt; empty for a job without an agent.
+        own: of the prompt's model and salt; empty for a job with neither an agent nor a session.
         before_each: called by the reading threads before each file; an exception ends the lookup.
         make_room: allocates memory for a number of tokens; without it, or if it returns ``None``, NumPy does.
     """
@@ -382,7 +382,8 @@ class PrefixLookup:
 
     def _from_ram(self, lookup: Lookup, own: AgentBlocks, other: str | None) -> Restored | None:
         """The prefix in RAM; ``None`` when there is none or the disk may have a longer one. The engine goes on in the
-        arrays that are there, if the prompt fits into them and nothing else uses them; otherwise it gets a copy."""
+        arrays that are there if the prompt fits into them, nothing else uses them and the turn will be saved; otherwise
+        it gets a copy."""
         if own.owner is None:
             return None
         cache = self._ram_cache.find(own.owner, lookup.prompt, lookup.model.spec)
@@ -477,7 +478,8 @@ class PrefixLookup:
         return AgentBlocks.of(agent, self._parts.pieces), None
 
     def _report(self, lookup: Lookup, own: AgentBlocks, found: FoundOnDisk, other: str | None) -> str | None:
-        """Remove damaged files, so that the next save writes them again; log and return the first reason of a miss."""
+        """Remove files that could not be used, so that the next save writes them again; log and return the first reason
+        of a miss."""
         for faulty in found.faults:
             if faulty.fault != "missing":
                 with contextlib.suppress(OSError):

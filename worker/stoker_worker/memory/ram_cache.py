@@ -73,7 +73,7 @@ def default_memory_bytes() -> int:
 
 
 class RamCache:
-    """Drops the least recently used agents first, but none with work: a new entry that does not fit is refused.
+    """Drops the least recently used agents first, but none whose job runs: a new entry that does not fit is refused.
     `max_bytes`: 0 keeps nothing."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -103,7 +103,8 @@ class RamCache:
         self._running, self._waiting = running, waiting
 
     def find(self, agent: AgentVersion, prompt: BlockChain, spec: ModelCacheSpec) -> SequenceCache | None:
-        """The cached prefix of `prompt`, at most all but its last token, in the entry's own arrays."""
+        """The cached prefix of `prompt`, at most all but its last token, in the entry's own arrays; ``None``: no entry
+        of this version, model and salt can be resumed in this prompt."""
         with self._lock:
             entry = self._entries.get(agent.agent_id)
             if entry is not None:

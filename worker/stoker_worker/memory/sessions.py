@@ -78,13 +78,14 @@ class KeptConversation:
 
     @property
     def goes_on(self) -> bool:
-        """True if the prompt begins with its last prompt, except for the end of that."""
+        """True if the prompt begins with the prompt of this conversation's last call, except perhaps for its last few
+        tokens."""
         return self.n_common >= max(self.prompt_tokens - _OPENING_TOKENS, self.prompt_tokens // 2 + 1)
 
 
 def why_missed(kept: list[KeptConversation], n_prompt: int, *, n_elsewhere: int, has_snapshots: bool) -> str | None:
     """Why a prompt of `n_prompt` tokens finds less than its session has cached; ``None``: it finds what it may expect.
-    `kept`: the session's conversations, the one used last first. `n_elsewhere`: how many tokens of the prompt others
+    `kept`: the session's conversations, most recently used first. `n_elsewhere`: how many tokens of the prompt others
     have cached. `has_snapshots`: whether the model resumes at snapshots only."""
     longest = max(kept, key=lambda one: one.n_common, default=None)
     last = next((one for one in kept if one.prompt_tokens <= n_prompt), None)
@@ -107,7 +108,8 @@ class SessionCaches:
         self._saving: set[str] = set()
 
     def conversations(self, session: str, prompt: BlockChain) -> list[KeptConversation]:
-        """The session's conversations of the prompt's model and salt, last used first. Raises `OSError`, `Damaged`."""
+        """The session's conversations of the prompt's model and salt, most recently used first. Raises `OSError`,
+        `Damaged`."""
         n_before = {prompt.root: 0} | {address: n for n, address in enumerate(prompt.addresses, start=1)}
         names = names_of(session, prompt.root)
         kept: list[KeptConversation] = []
@@ -222,7 +224,8 @@ class SessionCaches:
 
 def remove_session(parts: StoreParts, session: str) -> tuple[int, int]:
     """Remove what is kept of the session, for every model and salt, and the blocks that only it used; returns how many
-    conversations and blocks. A running call is kept. Raises `OSError`: some files or rows are left; `Damaged`."""
+    conversations and blocks. A call that is still running is saved when it ends. Raises `OSError`: some files or rows
+    are left; `Damaged`."""
     with parts.database.snapshot() as connection:
         names = transcripts.session_names(connection, f"{_FIRST}{session}{_FIRST}")
     blocks = sum(forget_agent(parts, name, only_here=True).blocks for name in names)

@@ -1,8 +1,9 @@
 """`AgentCacheStore`: agent memory on disk, as the worker sees it (`CacheStorePort`). The way into this package.
 
 Owns the order of a save. With a shared store, the versions of other workers are brought in first, and each version is
-made there before it is made here (`StoreParts.commit_next`). `open_agent`, `answer` and `restore` run on the loader
-thread, `save` and `mark_unsaved` on finisher threads, at once for different agents. No state grows with the agents.
+made there before it is made here (`StoreParts.commit_next`). `open_agent` and `restore` run on the loader thread,
+`save` and `mark_unsaved` on finisher threads, `answer` on both, at once for different agents. No state grows with the
+agents, unless they are damaged.
 """
 
 import json
@@ -130,9 +131,9 @@ class AgentCacheStore(CacheStorePort):
         return self._prefixes.misses
 
     def meet(self) -> None:
-        """Check that the shared store is the right one; otherwise the first call that needs it does. Raises
-        `BucketAway`: it does not answer, and will be asked again; `StoreUnusable`: it cannot be one, or the store has
-        agents that it lacks."""
+        """Check that the shared store is the right one. Without this call, the first one that needs the shared store
+        makes the check. Raises `BucketAway`: it does not answer, and will be asked again; `StoreUnusable`: it cannot be
+        one, or the store has agents that it lacks."""
         self.parts.replica.meet()
 
     def shared_id(self) -> str:
@@ -403,7 +404,8 @@ class AgentJobs(AgentJobsPort):
         self._keep_versions = keep_versions
 
     def answer(self, request: AgentRequest, delivery: Delivery) -> AgentResult | None:
-        """See `AgentJobsPort.answer`. Raises `AgentTranscriptUnreadable`, `OSError`: that cannot be known."""
+        """See `AgentJobsPort.answer`. Raises `AgentTranscriptUnreadable`, `OSError`: that cannot be known;
+        `AgentVersionConflict`, `SharedStoreAway`, `AgentBusy`: as `CacheStorePort.answer`."""
         agent_id = request.changed_agent
         for one in {request.agent_id, agent_id}:
             try:

@@ -65,7 +65,7 @@ NEVER_MADE = Forgotten()
 
 
 class Replica:
-    """The shared store of which a store's database is a copy. This class itself is for a store without one."""
+    """Keeps the database a copy of the shared store. This base class is for a store without one."""
 
     is_shared = False
 

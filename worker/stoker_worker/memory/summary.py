@@ -20,7 +20,8 @@ class AgentSummary:
         cached_tokens: how many of `tokens` had a cache when the newest version was saved.
         transcript_bytes: of all versions that are kept.
         piece_bytes: its tail and snapshots on disk.
-        blocks: blocks of its cache on disk, with `block_bytes`; other agents may use some of them too.
+        blocks: blocks of its cache on disk, with `block_bytes` without their checkpoints; other agents may use some
+            too.
         last_used: ISO 8601, UTC.
         state: ``unsaved``: the last turn is not in its transcript, so `append` is refused. `problem` gives the reason.
     """
@@ -85,7 +86,7 @@ class VersionSummary:
         tokens: in the transcript; `new_tokens` of them are not in the version before, as far as that is kept.
         finish_reason: of the job's result; `ended_by` is more exact: ``eos``, ``stop`` or ``length``.
         saved_at: ISO 8601, UTC.
-        can_return: whether `rollback` can restore it.
+        can_return: whether it is an older version that `rollback` can restore.
     """
 
     version: int

@@ -208,7 +208,7 @@ IS_OF_SESSION: Final = "agent_id < ' '"
 _CLOCK: Final = "(SELECT clock_s FROM store)"
 _LAST_USED: Final = "last_used = max(CAST(last_used AS REAL), ?)"
 _NOTE_CLOCK: Final = f"UPDATE agents SET used_clock_s = {_CLOCK}"
-"""Run only if the value changes: otherwise its index need not be written."""
+"""Run only where the value changes, so that its index is not written for nothing."""
 
 _TEXTS_AND_BLOBS: Final = ("parent", "delivery", "about", "new_tokens", "new_messages", "new_text", "checksum")
 _SIZES: Final = " + ".join(f"coalesce(length(CAST({name} AS BLOB)), 0)" for name in _TEXTS_AND_BLOBS)
@@ -228,7 +228,8 @@ class AgentRow:
         last_block: address of the last block of its cache in the cache index.
         piece_bytes: allocated bytes of its tail and snapshots.
         evicted: whether cache of its newest version was evicted.
-        problem: why the row cannot be trusted; `version` is then the highest number in `turns`.
+        problem: why the row cannot be trusted; `version` is then the highest number in `turns`, or if the id is lost,
+            the row's own.
     """
 
     number: int
@@ -309,8 +310,8 @@ def _prune(connection: Connection, row: AgentRow, newest: int, keep_versions: in
 
 @dataclass(frozen=True)
 class AgentState:
-    """An agent's state. `row`: ``None`` if unknown. `version`: the newest; after a `problem`, which is why the
-    transcript cannot be trusted, the one that a full replacement may continue from."""
+    """An agent's state. `row`: ``None`` if unknown. `problem`: why the transcript cannot be trusted. `version`: the
+    newest one, or with a `problem`, the one that a full replacement may continue from."""
 
     version: AgentVersion
     row: AgentRow | None = None
@@ -522,7 +523,8 @@ def set_missing(connection: Connection, agent_id: str, version: int, *, now: flo
 
 
 def session_rows(connection: Connection, names: Sequence[str]) -> list[tuple[AgentRow, int]]:
-    """The undamaged rows among these conversations, last used first, each with its last prompt's number of tokens."""
+    """The undamaged rows among these conversations, most recently used first, each with its last prompt's number of
+    tokens."""
     sql = f"SELECT tokens, {_COLUMNS} FROM agents WHERE agent_id IN (?{', ?' * (len(names) - 1)})"
     found: list[tuple[AgentRow, int]] = []
     for n_prompt, *columns in connection.execute(f"{sql} ORDER BY last_used DESC", names):
@@ -691,7 +693,7 @@ def _answer_parts(agent: int, key: bytes, result: Any, written: Any) -> tuple[in
 
 
 def keep_answer(connection: Connection, agent_id: str, key: bytes, until: float) -> None:
-    """Keep the answer until this Unix time: later than before if the job was enqueued again after its end."""
+    """Set until which Unix time the answer is kept. A job that is enqueued again after its end needs it longer."""
     connection.execute(
         "UPDATE deliveries SET expires = ?"
         " WHERE agent IN (?, (SELECT number FROM agents WHERE agent_id = ?)) AND key = ?",

@@ -1,8 +1,8 @@
 """Notes of the agents whose last turn finished and could not be saved, until the database has them. Loader, finisher
 and upkeep threads of the worker, and commands of the shell.
 
-The fact belongs into `agents.unsaved`, but the database has just refused the turn itself. So it is first noted durably
-in the file ``STORE/agents.unsaved``, and only then may the job finish. The file is filled with blanks in advance, and a
+The fact belongs in `agents.unsaved`, but the database has just refused the turn itself. So it is first noted durably in
+the file ``STORE/agents.unsaved``, and only then may the job finish. The file is filled with blanks in advance, and a
 note overwrites some: a full disk takes it too. Opening the store, and the upkeep, move notes into the database.
 """
 
@@ -72,8 +72,8 @@ class UnsavedTurns:
                 self._move(agent_id)
 
     def discard(self, agent_id: str) -> None:
-        """The agent has another version now, or is gone. A note that cannot be blanked has no effect; `move_all` blanks
-        it later."""
+        """The agent has another version now, or is gone. A note that cannot be blanked has no effect in this process;
+        `move_all` blanks it later."""
         with self._lock:
             if (place := self._places.pop(agent_id, None)) is not None:
                 self._to_blank.add(place)
@@ -101,8 +101,8 @@ class UnsavedTurns:
             self.discard(agent_id)
 
     def _has_note(self, agent_id: object) -> bool:
-        """Raises `OSError`. Only a process that works on an agent touches its note: one that is not in the file any
-        more was moved by another process, which may have changed the agent since."""
+        """Whether the agent's note is still in the file. If it is not, another process has moved it, and may have
+        changed the agent since. Raises `OSError`."""
         if agent_id not in self._places:  # only the worker adds notes: the file need not be read
             return False
         return any(found == agent_id and place == self._places.get(found) for place, found in self._on_disk())

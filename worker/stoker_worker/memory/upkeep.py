@@ -217,7 +217,8 @@ class Upkeep:
         return bool(removed or not unused)
 
     def _has_work(self, agent_id: str) -> bool:
-        """Also if its jobs are not offered here: they wait for a job in another queue, or for another worker."""
+        """True also for an agent whose jobs are not offered here: they wait for a job in another queue, or for another
+        worker."""
         place_of = self._budget.place_of
         return self._parts.holds.has_work(agent_id) or place_of(agent_id) < place_of(_NO_AGENT)
 

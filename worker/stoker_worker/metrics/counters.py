@@ -57,8 +57,8 @@ class Metrics(MetricsPort):
             "jobs_ended",
             "Jobs that this worker ended. Replayed: answered from the agent's history. Agent_job: about an agent's "
             "memory. Escalated: its answer was rejected, and it went on to another model. Failed: RQ may retry it. "
-            "Given_back: it runs again, after a stop or because the shared store was away. Dropped: its result came "
-            "too late, or Redis had lost the job.",
+            "Given_back: it runs again, after a stop, or because the shared store was away or another worker made the "
+            "version. Dropped: its result came too late, or Redis had lost the job.",
             "outcome",
             _OUTCOMES,
         )

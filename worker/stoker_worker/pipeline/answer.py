@@ -1,4 +1,4 @@
-"""Turns a generated text into the job's result: answer, thinking, tool calls, JSON value. Pure; finisher threads.
+"""Turns a generated text into the job's result: answer, thinking, tool calls, JSON value. No I/O; finisher threads.
 
 Calls are parsed by another library, and the model may write anything: if a call cannot be read, the answer has the
 reason instead.

@@ -1,8 +1,9 @@
-"""The engine thread: runs everything MLX, loading the model included. Touches neither Redis nor disk.
+"""The engine thread: loads the model, and runs it. Touches no Redis, and after the load no disk.
 
 Owns which job each sequence belongs to. A job with several choices has several sequences over one prompt; it ends with
-the last of them, or with the first that fails. MLX arrays belong to the thread that made them, so the model is loaded
-here, and only evaluated arrays leave the thread.
+the last of them, or with the first that fails. MLX arrays belong to the thread that computes them, so the model is
+loaded here, and only evaluated arrays leave the thread. The loader and the read-ahead make arrays for the caches that
+they read.
 """
 
 import logging
@@ -139,7 +140,7 @@ class EngineThread(threading.Thread):
         self._waiting.put(job)
 
     def finish(self) -> None:
-        """Let the thread end once nothing is left in the engine."""
+        """Let the thread end at its next look for jobs. The caller sees to it that none is left."""
         self._waiting.put(None)
 
     def is_busy(self) -> bool:

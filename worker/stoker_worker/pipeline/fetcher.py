@@ -105,7 +105,7 @@ class Fetcher(threading.Thread):
     ) -> None:
         """
         Args:
-            max_in_flight: a guess of it, until `serve`.
+            max_in_flight: provisional, until `serve` sets it.
             poll_s: longest wait between two looks into the queue.
             recover_s: time between two recoveries of dead workers' jobs.
             outage: told when Redis is away.

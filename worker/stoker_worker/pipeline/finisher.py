@@ -1,9 +1,9 @@
 """The finisher threads: save the agent's version, then end the job. In that order, always.
 
-They own the disk writes of agent memory and the end of each job. They never touch MLX: their arrays are evaluated.
-While Redis is away they wait and try again, so a finished result is neither lost nor a failure. A job whose turn cannot
-be put into the shared store waits aside, without a thread, and goes back to the queue after a while. There are a few
-threads, because a disk may take seconds to sync one agent while the results of others are ready.
+They own the saves of turns and the end of each job. They never touch MLX: their arrays are evaluated. While Redis is
+away they wait and try again, so a finished result is neither lost nor a failure. A job whose turn cannot be put into
+the shared store waits aside, without a thread, and goes back to the queue after a while. There are a few threads,
+because a disk may take seconds to sync one agent while the results of others are ready.
 """
 
 import itertools

@@ -1,7 +1,7 @@
 """The heartbeat thread: shows that this worker lives, and nothing else.
 
 It has its own thread, and its own connection in the queue adapter, because no long prefill, slow disk, claim or hung
-connection may delay it. So it is also the first to notice that Redis is away.
+connection may delay it. So it is also the first to notice a Redis server that hangs.
 """
 
 import logging

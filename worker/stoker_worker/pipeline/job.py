@@ -90,7 +90,7 @@ class Failed:
 
     @classmethod
     def by(cls, error: BaseException) -> Self:
-        """By any error of a job's own. A panic in a library in Rust, as tokenizers are, is no `Exception`."""
+        """For any error of a job's own. A panic in a Rust library, such as tokenizers, is not an `Exception`."""
         return cls(error if isinstance(error, Exception) else RuntimeError(one_line(error)))
 
 

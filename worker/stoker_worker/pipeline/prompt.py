@@ -49,8 +49,8 @@ class Rendering:
         )
 
     def rest(self, rendered: str, whole: tuple[Message, ...], n_new: int, *, after: str) -> str | None:
-        """The part of `rendered`, the text of the conversation `whole`, behind `after`, the plain text of all but the
-        last `n_new` messages; ``None``: the template has rewritten `after`."""
+        """The part of `rendered` (the text of the conversation `whole`) that follows `after` (the text of all messages
+        but the last `n_new`); ``None``: the template has rewritten `after`."""
         rest = self._tokenizer.rest_of(rendered, after=after)
         return self._rest_as_generated(rendered, whole, n_new, after) if rest is None else rest
 
@@ -164,7 +164,8 @@ def reusable_ids(request: GenerationRequest, prompt: Prompt) -> tuple[int, ...]:
 
 
 class SystemPrompts:
-    """Counts a prompt's tokens of system prompt and tools. Remembers the last, as agents share them. One thread."""
+    """Counts a prompt's tokens of system prompt and tools. Remembers those used last, because agents share them. One
+    thread."""
 
     def __init__(self) -> None:
         self._ids: OrderedDict[str, tuple[int, ...]] = OrderedDict()

@@ -245,7 +245,8 @@ class CacheStorePort(Protocol):
         ...
 
     def answer(self, agent_id: str, delivery: Delivery) -> Mapping[str, Any] | None:
-        """The result (as JSON) of the turn that this delivery made, or ``None`` if it made none. Loader thread.
+        """The result (as JSON) of the turn that this delivery made, or ``None`` if it made none. Loader and finisher
+        threads.
 
         Raises:
             AgentTranscriptUnreadable: that cannot be known.

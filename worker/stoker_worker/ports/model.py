@@ -300,7 +300,7 @@ class LoadedModel:
 
 
 class ModelProviderPort(Protocol):
-    """Makes the engine. Called on the engine thread, which then owns everything MLX."""
+    """Makes the engine. Called on the engine thread, which alone runs the model."""
 
     def load(self) -> tuple["GenerationEnginePort", LoadedModel]:
         """Load the model. Raises `ModelNotLoadable` if it is not there or cannot be served."""

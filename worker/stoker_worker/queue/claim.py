@@ -1,7 +1,7 @@
 """Claims jobs and starts them: as many as there is room for, but a quarantined job alone. Fetcher thread.
 
 A `Claimer` serves one queue: its script takes the jobs that `FairQueue` chooses out of the queue and starts them. It
-owns how long jobs have been left to the workers with their agents' caches, and which ids another worker still runs.
+keeps how long jobs have been left to the workers with their agents' caches, and which ids another worker still runs.
 `ClaimOrder` serves all queues: it makes an `RqClaimedJob` of each started job, or fails the job with one line if its
 data is malformed. It owns the claim numbers, and how long a quarantined job has waited. Jobs in flight are known by
 their id, so the second delivery of an id starts only after the first has ended.

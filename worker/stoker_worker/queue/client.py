@@ -77,7 +77,8 @@ def reason_of(error: RedisError) -> str:
 
 
 def connect(redis_url: str, *, wait: bool = False) -> Redis:
-    """
+    """A connection to a server that answers, is new enough, and lets this worker in.
+
     Args:
         wait: for a server that is away or cannot work just now, instead of giving up.
 

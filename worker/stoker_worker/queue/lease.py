@@ -6,8 +6,9 @@ holder that is certainly dead (same host and boot, process gone). Each holder ha
 before, so one that slept sees whether another has held the lease since. Another member takes the lease of a dead one
 to put its jobs back (`recover.py`).
 
-`Members` owns the other members as they were last seen; fetcher thread. One counts as dead once its lease has been
-missing for as long as a lease lasts, while this worker reached Redis all the time.
+`Members` owns the other members as they were last seen; fetcher thread. One counts as dead at once if its process is
+certainly gone, else once its lease has been missing for as long as a lease lasts, while this worker reached Redis all
+the time.
 """
 
 import json
@@ -205,7 +206,8 @@ class OwnStore(NamedTuple):
     """The facts about the worker's store that the queue needs.
 
     Attributes:
-        name: stays, and is the worker's name too if the settings have none; ``None``: the store has the worker's name.
+        name: permanent, and the worker's name too if the settings have none; ``None``: the store is named after the
+            worker.
         shared, has_agents: as in `Lease`.
         is_at_hand: as in `CacheStorePort`.
     """
@@ -225,7 +227,7 @@ BeforeRenewal = tuple[int, int]
 
 class LostData:
     """Notices that Redis has lost data: it was restarted without an append-only file, it was flushed, or an old replica
-    was promoted. Its numbers of the renewals of a member's lease then go back, and otherwise only grow. Any thread."""
+    was promoted. Its count of the renewals of a member's lease then goes back; otherwise it only grows. Any thread."""
 
     def __init__(
         self, in_flight: Callable[[], Sequence[ClaimedJob]] = tuple, *, clock: Callable[[], float] = time.monotonic
@@ -365,8 +367,8 @@ class Lease:
             time.sleep(_RETRY_S)  # the holder only puts this member's jobs back
 
     def renew(self, connection: Redis | None = None, *, notes_store: bool = False) -> bool:
-        """Postpone the expiry, or take the lease again after it. ``False`` if this worker is deposed: another one holds
-        the lease, has held it since, or serves a queue that the two may not share.
+        """Postpone the expiry, or take the lease again after it. ``False`` if this worker has no lease (any more), or
+        is deposed: another one holds the lease, has held it since, or serves a queue that the two may not share.
 
         Args:
             connection: used instead of the lease's own.

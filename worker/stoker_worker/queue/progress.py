@@ -167,7 +167,8 @@ class JobStreams:
         """Write nothing more of this run.
 
         Args:
-            ended: the job has ended, and its hash tells how; else it waits to run again, or another worker has it.
+            ended: this run has ended, and the job's hash has what follows; else it is to run again, or another worker
+                has it.
         """
         stream = self._open.pop(claim_number, None)
         if stream is None or stream.is_refused or not ended:

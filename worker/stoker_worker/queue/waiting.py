@@ -261,7 +261,8 @@ class FairQueue:
             self.lines.remove(job)
 
     def serve(self, job_id: str) -> None:
-        """Remove a chosen job that got its place, which `choose` does not; its agent's next turn comes last."""
+        """Remove a chosen job that has been claimed (`choose` leaves it here). Its agent goes to the end of the
+        turns."""
         self._n_served += 1
         self.lines.serve(self._jobs[job_id], self._n_served)
         self.discard(job_id)

@@ -465,6 +465,28 @@ def test_a_damaged_cache_is_a_miss(machine: Start, share: Share, harm: str) -> N
     assert cached(three.agent(), LONG[:910]) == 910
 
 
+def test_a_cache_that_did_not_come_in_takes_no_block_from_other_work(
+    machine: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = machine("one"), machine("two")
+    one.agent().say(LONG[:900])
+    one.write_behind()
+    two.store.look("agent")
+    held, *others = (path.stem for path in files_below(one.folder / "blocks"))
+    database = two.store.parts.database
+    commit = database.commit
+
+    def refuse(run: Callable[..., Any]) -> Any:
+        monkeypatch.setattr(database, "commit", commit)
+        raise OSError(errno.ENOSPC, "full")
+
+    with two.store.budget.using(None, [held]):  # another agent's turn has just written it, too
+        monkeypatch.setattr(database, "commit", refuse)
+        cached(two.agent(), LONG[:900])
+        assert len(others) == 2
+        assert [path.stem for path in files_below(two.folder / "blocks")] == [held]
+
+
 @pytest.mark.parametrize("is_away", [False, True])
 def test_an_agent_that_is_damaged_here_is_mended_from_there_and_waits_while_that_is_away(
     machine: Start, share: Share, is_away: bool

@@ -1,7 +1,10 @@
 """An existing store gets a shared one: by a command that can be repeated, and that merges nothing."""
 
 import json
+import re
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -35,6 +38,17 @@ def share_store(folder: Path, share: Share, *words: str) -> tuple[int, dict]:
     command = ["memory", "share", "--json", "--store", str(folder), share.url, *words]
     done = CliRunner().invoke(main, command)
     return done.exit_code, json.loads(done.stdout)
+
+
+def flip_in_row(database: Path, agent_id: str, becomes: str) -> None:
+    """Change an agent's id in its row alone, not in the indexes."""
+    content = database.read_bytes()
+    for found in re.finditer(re.escape(agent_id.encode()), content):
+        database.write_bytes(content[: found.start()] + becomes.encode() + content[found.end() :])
+        with closing(sqlite3.connect(database)) as reader:
+            if (becomes,) in reader.execute("SELECT agent_id FROM agents NOT INDEXED").fetchall():
+                return
+    raise AssertionError("no row has this id")
 
 
 def refuses(one: Machine) -> None:
@@ -182,6 +196,18 @@ def test_an_agent_that_lacks_its_last_turn_is_named_until_that_is_settled(
     assert share_store(tmp_path / "one", share)[0] == 0
     two = machine("two")
     assert (two.agent().open().number, two.agent().tokens()) == (3, LONG[:40])
+
+
+def test_an_agent_whose_id_is_damaged_in_its_row_is_named(machine: Start, share: Share, tmp_path: Path) -> None:
+    """Otherwise a worker would start with the store as shared, and the agent would be nowhere else."""
+    say_alone(tmp_path / "one", agent=2, reviewer=1)
+    flip_in_row(tmp_path / "one" / "agents.db", "reviewer", "reviewes")
+    code, done = share_store(tmp_path / "one", share)
+    assert (code, done["agents"], list(done["refused"])) == (1, 1, ["reviewes"])
+    refuses(machine("one"))
+    assert CliRunner().invoke(main, ["memory", "salvage", "--store", str(tmp_path / "one")]).exit_code == 1
+    CliRunner().invoke(main, ["memory", "rm", "--yes", "--store", str(tmp_path / "one"), "reviewer"])
+    assert share_store(tmp_path / "one", share)[0] == 0
 
 
 def test_a_copy_that_is_behind_is_shared_as_it_is(machine: Start, share: Share, tmp_path: Path) -> None:

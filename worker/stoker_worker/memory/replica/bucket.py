@@ -1,7 +1,8 @@
 """A bucket, or a folder that several machines mount: objects by name. Any thread.
 
-The only user of obstore. Owns the time limits and the outage: a thread of its own makes each call, so it ends within
-its limit, even on a share that hangs. Owns the first contact, too: is it the right shared store, and can it be trusted?
+The only user of obstore. Owns the time limits and the outage: a thread of its own makes each call, so its caller waits
+no longer than the limit, even on a share that hangs. Owns the first contact, too: is it the right shared store, and can
+it be trusted?
 """
 
 import json
@@ -36,9 +37,10 @@ MARKER: Final = "stoker.json"
 FORMAT: Final = "stoker-shared 1"
 
 COMMIT_LIMIT_S: Final = 3.0
-"""For a version: a finished turn waits for it, once in an outage. A long one has more, see `_SLOWEST_BPS`."""
+"""For writing a version: a finished turn waits for it, but only the first one in an outage. A large version gets more
+time, see `_SLOWEST_BPS`."""
 _SLOWEST_BPS: Final = 500_000
-"""A slower network counts as away."""
+"""Bytes a second; a slower network counts as away."""
 _REMOVAL_S: Final = 0.5
 """For each removed object, because it is a request of its own."""
 READ_LIMIT_S: Final = 10.0
@@ -124,8 +126,9 @@ class Bucket:
         self._timed(put, self._limit_for(content))
 
     def get(self, name: str, limit_s: float | None = None, *, first: int | None = None) -> bytes | None:
-        """All of its bytes, or the `first` ones; ``None``: there is no such object. If it alone is refused, as one in
-        an archive is, it counts as damaged and has no bytes. Raises `BucketAway`."""
+        """All of its bytes, or the `first` ones; ``None``: there is no such object. If it is refused and others are
+        not, as in an archive, it counts as damaged and has no bytes. `limit_s`: by default `COMMIT_LIMIT_S`. Raises
+        `BucketAway`."""
 
         def read() -> bytes | None:
             try:

@@ -51,7 +51,7 @@ from stoker_worker.ports.memory import common_length
 _log = logging.getLogger(__name__)
 
 _MOST_ENDS: Final = 2
-"""Of an agent's checkpoints that lie after a block's end, the last ones are listed, and the first, which may be its
+"""Of an agent's checkpoints that lie after a block's end, the last ones are listed, and the first, which may be the
 system prompt's: all of them would be one state a turn."""
 
 CACHES: Final = "caches"
@@ -168,7 +168,8 @@ class SharedCaches:
             self._budget.saved(None, n_bytes)
         except Exception as error:  # a cache only saves time
             _log.warning("agent %r: its cache was not brought in: %s", version.agent_id, error)
-            self._parts.pieces.remove(missing)  # nothing counts them, and a full disk needs the room
+            with suppress(OSError):
+                self._budget.discard(lambda: missing)  # nothing counts them, and a full disk needs the room
             return
         seconds = time.perf_counter() - began
         _log.info("agent %r: brought in %.1f MB of cache in %.2f s", version.agent_id, n_bytes / 1e6, seconds)
@@ -186,7 +187,7 @@ class SharedCaches:
 
     def _wanted_checkpoint(self, version: AgentVersion, n_tokens: int) -> _Checks:
         """The last checkpoint within the version's first `n_tokens` tokens, unless it has a snapshot as late. The last
-        block's may lie after them: then also the one before it."""
+        block's may lie beyond these tokens: then also the one before it."""
         own = version.cache.snapshots if version.cache else ()
         least = max((n for n in own if n <= n_tokens), default=0) // BLOCK_TOKENS
         within = list(self._checkpoints(version).items())[least : n_tokens // BLOCK_TOKENS]
@@ -229,7 +230,7 @@ class SharedCaches:
 
     def _wrote(self, path: Path, check: _Check, pace: Callable[[int], None], behind: tuple[int, ...] | None) -> bool:
         """True if the file is there now. A damaged one is left to the next restore, which removes it. `behind`: a
-        checkpoint's tokens after its block; it replaces a checkpoint with others there, as it has here."""
+        checkpoint's tokens after its block; it replaces a shared one with other tokens, as it has here."""
         name, is_block = self._name_of(path), path.is_relative_to(self._parts.blocks.path)
         has = self._bucket.has if behind is None else lambda name: _tokens_behind(self._bucket, name) in ((), behind)
         if not (is_block and has(name)):

@@ -1,7 +1,7 @@
 """Limits the bytes of caches in a shared store, by age and use. A command of the shell, beside workers.
 
 The lists that workers keep beside the caches show what is in use, and since when. Versions stay: they are the truth. A
-worker computes a removed file again. Objects that have no name of a cache file stay.
+worker computes a removed file again. Objects that are not named like cache files stay.
 """
 
 from collections.abc import Iterable

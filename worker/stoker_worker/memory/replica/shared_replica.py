@@ -220,7 +220,7 @@ class SharedReplica(Replica):
         self._note_forgotten(empty)
 
     def _clean(self, agent_id: str, number: int) -> None:
-        """Remove there what is left of before this number. Raises `BucketAway`."""
+        """Remove there what is left of versions below this number. Raises `BucketAway`."""
         self.versions.empty_below(agent_id, number)
         remove_caches(self._bucket, agent_id)
 

@@ -43,7 +43,7 @@ def share(parts: StoreParts, bucket: Bucket, *, on_page: Callable[[Shared], obje
 
     Raises:
         StoreUnusable: it is no shared store, and cannot be one.
-        BucketAway, OSError, Damaged: another call goes on.
+        BucketAway, OSError, Damaged: call again to continue.
     """
     note, done, last = identify(bucket, is_new=True), Shared(), b""
     bucket.landmark = MARKER
@@ -87,7 +87,9 @@ def _share_agent(parts: StoreParts, versions: Versions, agent_id: str) -> bool |
             row = transcripts.find_agent(connection, agent_id)
             if agent_id in parts.unsaved or (row is not None and row.unsaved):  # only this store knows that
                 raise Damaged("its last turn was not saved; rollback --to its newest version, or rm it, first")
-            if row is None or not row.version:
+            if row is None:
+                raise Damaged("no agent is found by this id: it was just removed, or its row is damaged ('memory salvage')")
+            if not row.version:
                 return False
             here = _chain(connection, row)
             ours = checksum_of(connection, row, newest)
