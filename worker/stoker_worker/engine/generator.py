@@ -92,7 +92,10 @@ class TakenOut:
 class Generator(Protocol):
     """Decodes some sequences and prefills others, step by step."""
 
-    def insert(self, start: SequenceStart) -> int: ...
+    def insert(self, start: SequenceStart) -> int:
+        """Begin a sequence's prefill with the next step; returns its uid."""
+        ...
+
     def next(self, chunk_tokens: int) -> tuple[list[Prefilled], list[TokenOutput]]:
         """One decode step of every sequence that decodes, and up to `chunk_tokens` tokens of every one in prefill. A
         sequence may get several consecutive tokens."""
@@ -113,6 +116,12 @@ class Generator(Protocol):
         `ValueError` if the caches cannot be cut."""
         raise ValueError("these caches cannot be cut")
 
-    def take_out(self, uid: int) -> TakenOut: ...
-    def remove(self, uid: int) -> None: ...
+    def take_out(self, uid: int) -> TakenOut:
+        """End a sequence that will be inserted again; returns its state."""
+        ...
+
+    def remove(self, uid: int) -> None:
+        """End a sequence."""
+        ...
+
     def close(self) -> None: ...

@@ -37,7 +37,8 @@ pause for each small array would take longer than making it."""
 
 
 class MlxRoom(PrefixRoom):
-    """MLX arrays of (1, n_kv_heads, room, dim) per full-attention layer. Implements `PrefixRoom`."""
+    """MLX arrays of (1, n_kv_heads, room, dim) per full-attention layer, of its dtype; bfloat16 is uint16 until `take`.
+    Implements `PrefixRoom`."""
 
     def __init__(
         self, spec: ModelCacheSpec, n_tokens: int, n_left: int, arrays: list[tuple[mx.array, mx.array]] | None = None

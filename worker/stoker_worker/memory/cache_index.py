@@ -278,7 +278,8 @@ def addresses_back(connection: Connection, last: bytes, most: int) -> Iterator[t
 
 
 def block_sizes(connection: Connection, start: str, *, after: str, limit: int) -> list[Block]:
-    """Blocks whose address starts with these hex digits (an even number), in the order of their addresses."""
+    """Blocks whose address starts with these hex digits (an even number), in the order of their addresses. `after`:
+    only those behind this address (hex); empty: from the first one on."""
     first = bytes.fromhex(start)
     rows = connection.execute(
         f"SELECT {_COLUMNS}, 0 FROM blocks WHERE address > ? AND address <= ? ORDER BY address LIMIT ?",

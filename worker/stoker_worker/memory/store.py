@@ -429,9 +429,10 @@ class AgentJobs(AgentJobsPort):
         """See `AgentJobsPort.run`: once for each delivery, if `answer` was called first.
 
         Raises:
-            AgentNotFound, AgentExists, AgentVersionConflict, AgentTranscriptUnreadable, AgentBusy: it cannot be done,
-                and nothing has changed.
-            OSError: nothing has changed, or it is done and `answer` returns its result.
+            AgentNotFound, AgentExists, AgentMemoryError, AgentVersionConflict, AgentTranscriptUnreadable, AgentBusy: it
+                cannot be done, and nothing has changed.
+            OSError, SharedStoreAway: nothing has changed, or it is done and `answer` returns its result.
+            VersionTaken: another worker was faster.
         """
         if request.action == "info":
             return self._info(request.agent_id, delivery)
