@@ -1,4 +1,4 @@
-"""The loader thread: reads a job's agent memory and turns its request into tokens. Touches neither Redis nor the model."""
+"""The loader thread: reads a job's agent memory and tokenizes its request. Touches neither Redis nor the model."""
 
 import logging
 import threading
