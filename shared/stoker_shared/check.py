@@ -73,8 +73,8 @@ _MOST_CHARACTERS: Final = 40_000
 """Characters of the pattern as given: the parser takes up to 7 KB for every four of them before it can refuse any."""
 
 _TOKEN: Final = re.compile(
-    r"(?P<class>\[\^?\]?(?:\\.|\[[^\]]*\]|[^\]\\])*\])|\\[pPxuU]\{[^}]*\}|\\."
-    r"|\{(?P<least>\d+)(?P<comma>,(?P<most>\d*))?\}|\(\?[a-zA-Z]*(?P<comments>x)|.",
+    r"\(\?P?<[^>]*>|(?P<class>\[\^?\]?(?:\\.|\[[^\]]*\]|[^\]\\])*\])|\\[pPxuU]\{[^}]*\}|\\."
+    r"|\{\s*(?P<least>\d+)\s*(?P<comma>,\s*(?P<most>\d*)\s*)?\}|\(\?[a-zA-Z]*(?P<comments>x)|.",
     re.DOTALL,
 )
 
@@ -117,12 +117,12 @@ def _written_out(regex: str) -> int:
         if token["least"]:
             times = int(token["most"] or token["least"])
             length, last = length + last * (times - 1), last * times
-        elif token[0] == "(":
+        elif token[0].startswith("("):
             outer.append(length)
             length = 0
         elif token[0] == ")" and outer:
-            last = length
-            length += outer.pop()
+            last = max(length, 1)
+            length = outer.pop() + last
         elif token[0] not in "*+?|^$":
             length, last = length + 1, 1
     return length + sum(outer)
