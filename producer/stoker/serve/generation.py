@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from stoker.api.deltas import Deltas
-from stoker.api.endpoint import ApiCall, Endpoint, EventWriter
+from stoker.api.endpoint import Endpoint, EventWriter
 from stoker.api.endpoints import ENDPOINTS
 from stoker.api.failure import TOO_LONG, Failure
 from stoker.api.responses import RESPONSES, response_id
@@ -37,7 +37,7 @@ from stoker.serve.responses import (
 )
 from stoker.serve.store import ResponseStore
 from stoker.tickets import AsyncTicket
-from stoker_shared.errors import StokerError
+from stoker_shared.errors import RedisUnavailable, StokerError
 from stoker_shared.result import GenerationResult
 
 log = logging.getLogger(__name__)
@@ -48,17 +48,21 @@ class RunningCall:
 
     Attributes:
         tickets: the jobs; one for each prompt.
-        created_s: the time that the answer names, in Unix seconds: that of enqueueing, and without events that of the
-            results.
+        created_s: the answer's `created`, in Unix seconds: when the jobs were enqueued, and for an answer that is not
+            streamed, when they ended.
+        timeout_s: how long to wait for the results, in seconds; ``None`` in the background.
+        is_keyed: the client chose the jobs' ids.
     """
 
-    def __init__(self, app: State, call: ApiCall, endpoint: Endpoint, owner: str, place: str) -> None:
+    def __init__(self, app: State, made: CallJobs, endpoint: Endpoint, owner: str, place: str) -> None:
         self.tickets: list[AsyncTicket] = []
         self.created_s = int(time.time())
-        self.call = call
+        self.call = made.call
+        self.is_keyed = made.is_keyed
         self.endpoint = endpoint
         self._backend: Backend = app.backend
-        self._store: ResponseStore | None = app.background.store if call.is_stored else None
+        self.timeout_s = None if made.call.is_background else self._backend.settings.timeout_s
+        self._store: ResponseStore | None = app.background.store if made.call.is_stored else None
         self._owner = owner
         self._place = place
         self._must_cancel = False
@@ -68,20 +72,24 @@ class RunningCall:
         """Enqueue the jobs.
 
         Raises:
-            Failure: no worker, or too many calls in flight.
+            Failure: no worker, or too many calls in flight; or no server answers, and the jobs may be in the queue
+                under ids that a repeated call would not have.
             DuplicateJob: the key names another job.
             RedisUnavailable: no server answers.
         """
         backend: Backend = app.backend
-        if (task := asyncio.current_task()) is not None:
-            backend.calls.add(task)
-            task.add_done_callback(backend.calls.discard)
+        task = asyncio.current_task()
+        assert task is not None
+        backend.calls.add(task)
+        task.add_done_callback(backend.calls.discard)
         await backend.require_worker(made.model)
-        running = cls(app, made.call, endpoint, owner, await backend.take_place(owner))
+        running = cls(app, made, endpoint, owner, await backend.take_place(owner))
         try:
             running.tickets = await backend.enqueue(made.jobs, ids_are_new=not made.is_keyed)
-        except BaseException:
+        except BaseException as error:
             await running._leave()
+            if isinstance(error, RedisUnavailable) and not made.is_keyed:
+                raise _in_doubt(error) from None
             raise
         running._must_cancel = not made.is_keyed and not made.call.is_background
         return running
@@ -94,8 +102,7 @@ class RunningCall:
     async def results(self) -> list[GenerationResult]:
         """Wait for the results, and store the answer if it is to be stored. Raises `JobError`: a job did not finish, or
         not in time."""
-        timeout_s = self._backend.settings.timeout_s
-        results = await asyncio.gather(*(ticket.result(timeout_s) for ticket in self.tickets))
+        results = await asyncio.gather(*(ticket.result(self.timeout_s) for ticket in self.tickets))
         self._must_cancel = False
         if not self.call.is_streamed:
             self.created_s = int(time.time())
@@ -140,7 +147,7 @@ class EventStream(Response):
 
     Args:
         running: ended once, however the stream ends.
-        begin: the writer's first events, sent alone if no other event comes for long.
+        begin: the writer's first events, sent by themselves if no other event comes for a while.
         events: the others; an exception becomes a response, or the last events.
     """
 
@@ -185,7 +192,7 @@ class EventStream(Response):
                 await self._send(send, sent)
                 following = self._next()
         except (Exception, asyncio.CancelledError) as error:
-            failure = _described(error)
+            failure = _described(error, self._running)
             is_read_in_events = self._running.endpoint is RESPONSES and failure.error["code"] == TOO_LONG  # by Codex
             if not self._has_begun and not is_read_in_events:
                 return await failed(self._running.endpoint, failure, self._ids)(scope, receive, send)
@@ -208,16 +215,24 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-def _described(error: Exception | asyncio.CancelledError) -> Failure:
+def _described(error: Exception | asyncio.CancelledError, running: RunningCall) -> Failure:
     """The failure of a call. At a stop, uvicorn cancels calls that take too long."""
     if isinstance(error, asyncio.CancelledError):
         message = "the server stops; ask again"
         return Failure(503, message, code="server_stopping", retryable=True, retry_after_s=_RESTART_S)
+    if isinstance(error, RedisUnavailable) and not running.is_keyed:
+        return _in_doubt(error)
     return described(error)
 
 
+def _in_doubt(error: RedisUnavailable) -> Failure:
+    """The failure of a call without a key whose job may run all the same. Clients must not repeat it by themselves: the
+    agent would get the turn twice."""
+    return Failure(503, f"{error}; the call's job may run all the same", code="queue_unavailable")
+
+
 async def generate(request: Request) -> Response:
-    """Raises `Failure`, `StokerError`: the call is refused; nothing was enqueued."""
+    """Raises `Failure`, `StokerError`, `OSError`: the call is refused."""
     app, owner = request.app.state, request.state.owner
     endpoint = ENDPOINTS[request.url.path]
     async with received(request) as body:
@@ -258,7 +273,7 @@ async def _answer(request: Request, running: RunningCall, headers: Mapping[str, 
         body = running.endpoint.answer(ending.result(), running.created_s, running.call.kept)
         return Json(body, headers=dict(headers))
     except (Exception, asyncio.CancelledError) as error:
-        return failed(running.endpoint, _described(error), headers)
+        return failed(running.endpoint, _described(error, running), headers)
     finally:
         ending.cancel()
         gone.cancel()
@@ -277,7 +292,7 @@ async def _events(
     """`is_live`: the text may be sent as it is generated."""
     if is_live and not backend.live.locked():  # no await before the place is taken
         ticket = running.tickets[0]
-        async with backend.live, aclosing(ticket.stream(backend.settings.timeout_s)) as parts:
+        async with backend.live, aclosing(ticket.stream(running.timeout_s)) as parts:
             async for part in parts:
                 for delta in deltas.add(part):
                     for sent in chain(begin, writer.more(delta)):

@@ -400,6 +400,16 @@ def test_a_response_in_the_background_can_be_streamed_and_its_job_outlives_the_s
     assert until(client, begun.id, "completed").output_text == "done"
 
 
+def test_a_stream_in_the_background_lasts_as_long_as_its_job_whatever_the_limit_of_a_call_is(serve, hand, soon):
+    client = serve(timeout_s=1).client()
+    with client.responses.create(model="m", input="wait", background=True, stream=True) as stream:
+        job_id = hand.wait_for_one()
+        for number, event in enumerate(stream):
+            if number == 20:  # one each tenth of a second
+                hand.finish(job_id, text="done")
+    assert (event.type, event.response.output_text) == ("response.completed", "done")
+
+
 def test_a_streamed_response_in_the_background_can_be_continued_as_soon_as_it_ends(client, monkeypatch):
     async def never(self: Any, response: Any) -> None:
         await asyncio.Event().wait()
