@@ -82,7 +82,7 @@ def call_jobs(raw: bytes, head: CallHead, settings: ServeSettings) -> CallJobs:
     """The jobs of a call with the body `raw`. Raises `Failure`: the call is refused."""
     store = ResponseStore(settings.batch_store)
     try:
-        body = json_object(raw)
+        body = json_object(raw, settings.max_body_bytes)
         if head.url == RESPONSES.url and isinstance(body.get("input"), list):
             body["input"] = store.dereferenced(head.owner, body["input"])
         call = ENDPOINTS[head.url].read(body, settings.body_options)

@@ -19,6 +19,7 @@ from stoker.api.endpoints import ENDPOINTS
 from stoker.api.failure import Failure, of_exception
 from stoker_shared.errors import RequestTooLarge, StokerError
 from stoker_shared.job_data import read_json
+from stoker_shared.wire import MAX_REQUEST_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -97,10 +98,10 @@ async def received(request: Request) -> AsyncIterator[IO[bytes]]:
         yield body
 
 
-def json_object(raw: bytes) -> dict[str, Any]:
+def json_object(raw: bytes, at_most: int = MAX_REQUEST_BYTES) -> dict[str, Any]:
     """Raises `RequestTooLarge`: as `read_json`; `Failure`: it is not a JSON object."""
     try:
-        body = read_json(raw, is_echoed=True)
+        body = read_json(raw, at_most, is_echoed=True)
     except RequestTooLarge:
         raise
     except ValueError:

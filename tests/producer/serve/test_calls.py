@@ -256,6 +256,14 @@ def test_a_text_of_seven_megabytes_is_no_large_number_of_values(client, hand):
     assert hand.request("long-text")["messages"][0]["content"] == text
 
 
+def test_a_body_may_be_as_large_as_the_operator_allows_if_its_request_is_not(serve):
+    client = serve(max_body_bytes=12 * 2**20).client()
+    url, headers = f"{client.base_url}completions", {"content-type": "application/json"}
+    for body, status in ((r"\u0416" * 1_500_000 + r"\nsay x", 200), ("x" * 9_000_000, 413)):
+        content = f'{{"model": "m", "prompt": "{body}"}}'
+        assert httpx.post(url, content=content, headers=headers, timeout=30).status_code == status
+
+
 def test_a_body_over_the_limit_is_refused_also_without_a_length(serve):
     url = f"{serve(max_body_bytes=1000).url}/v1/chat/completions"
     headers = {"content-type": "application/json"}
