@@ -65,8 +65,7 @@ class Backend:
         await self._connection.aclose()
 
     async def call_jobs(self, body: IO[bytes], head: CallHead) -> CallJobs:
-        """As `intake.call_jobs`, for few bodies at a time, because each is held in memory. Raises `Failure`: the call
-        is refused."""
+        """As `intake.call_jobs`, for few bodies at a time, because each is held in memory."""
 
         def read() -> CallJobs:
             body.seek(0)

@@ -10,14 +10,14 @@ from starlette.datastructures import Headers
 
 from stoker.api.endpoint import ApiCall
 from stoker.api.endpoints import ENDPOINTS
-from stoker.api.failure import Failure, of_exception
+from stoker.api.failure import Failure
 from stoker.api.fields import keep_apart, session_name, settle_memory
 from stoker.api.responses import RESPONSES, messages_of, response_id
 from stoker.new_job import JobOptions, NewJob, require_job_id
 from stoker.serve.responses import json_object
 from stoker.serve.settings import ANYBODY, ServeSettings
 from stoker.serve.store import ResponseStore, StoredResponse
-from stoker_shared.errors import InvalidRequest, RequestError
+from stoker_shared.errors import InvalidRequest
 from stoker_shared.request import build_request
 
 AGENT_HEADER: Final = "x-stoker-agent"
@@ -79,34 +79,27 @@ class CallJobs:
 
 
 def call_jobs(raw: bytes, head: CallHead, settings: ServeSettings) -> CallJobs:
-    """The jobs of a call with the body `raw`. Raises `Failure`: the call is refused."""
+    """The jobs of a call with the body `raw`. Raises `Failure`, `RequestError`: the call is refused; `OSError`."""
     store = ResponseStore(settings.batch_store)
-    try:
-        body = json_object(raw, settings.max_body_bytes)
-        if head.url == RESPONSES.url and isinstance(body.get("input"), list):
-            body["input"] = store.dereferenced(head.owner, body["input"])
-        call = ENDPOINTS[head.url].read(body, settings.body_options)
-        timeout_s = _BACKGROUND_S if call.is_background else settings.timeout_s
-        kept = JobOptions(
-            job_timeout_s=timeout_s, ttl_s=timeout_s + _KEPT_S, result_ttl_s=_KEPT_S, failure_ttl_s=_KEPT_S
-        )
-        # A call repeated with its key has to be the same request.
-        session = uuid4().hex if head.key is None else session_name(head.key)
-        if call.continues is not None:
-            session = _continue(call, head.owner, store)
-        if call.is_stored:
-            call.requests[0].setdefault("session", session)
-        if head.key is not None:
-            require_job_id("Idempotency-Key", head.key)
-            if len(head.key) > _MOST_KEY_CHARACTERS:
-                raise InvalidRequest(f"Idempotency-Key: the limit is {_MOST_KEY_CHARACTERS} characters")
-        requests = [build_request(_with_head(fields, head)) for fields in call.requests]
-        ids = [head.key and (f"{head.key}-{n}" if n else head.key) for n in range(len(requests))]
-        jobs = tuple(
-            NewJob(request, kept, settings.queue, job_id) for request, job_id in zip(requests, ids, strict=True)
-        )
-    except RequestError as error:
-        raise of_exception(error) from None
+    body = json_object(raw, settings.max_body_bytes)
+    if head.url == RESPONSES.url and isinstance(body.get("input"), list):
+        body["input"] = store.dereferenced(head.owner, body["input"])
+    call = ENDPOINTS[head.url].read(body, settings.body_options)
+    timeout_s = _BACKGROUND_S if call.is_background else settings.timeout_s
+    kept = JobOptions(job_timeout_s=timeout_s, ttl_s=timeout_s + _KEPT_S, result_ttl_s=_KEPT_S, failure_ttl_s=_KEPT_S)
+    # A call repeated with its key has to be the same request.
+    session = uuid4().hex if head.key is None else session_name(head.key)
+    if call.continues is not None:
+        session = _continue(call, head.owner, store)
+    if call.is_stored:
+        call.requests[0].setdefault("session", session)
+    if head.key is not None:
+        require_job_id("Idempotency-Key", head.key)
+        if len(head.key) > _MOST_KEY_CHARACTERS:
+            raise InvalidRequest(f"Idempotency-Key: the limit is {_MOST_KEY_CHARACTERS} characters")
+    requests = [build_request(_with_head(fields, head)) for fields in call.requests]
+    ids = [head.key and (f"{head.key}-{n}" if n else head.key) for n in range(len(requests))]
+    jobs = tuple(NewJob(request, kept, settings.queue, job_id) for request, job_id in zip(requests, ids, strict=True))
     session = requests[0].session or session
     has_new_response = call.is_stored and _store(store, call, head.owner, jobs[0].job_id, session)
     if head.key is not None and not call.is_stored and store.read(response_id(head.key)) is not None:
@@ -140,8 +133,8 @@ def _continue(call: ApiCall, owner: str, store: ResponseStore) -> str:
 
 
 def _store(store: ResponseStore, call: ApiCall, owner: str, job_id: str, session: str) -> bool:
-    """Returns whether the response is new. Raises `Failure`: it cannot be stored, or its key is that of another call's
-    response. Redis refuses such a call too, but only as long as it has the other call's job."""
+    """Returns whether the response is new. Raises `OSError`: it cannot be stored; `Failure`: its key is that of another
+    call's response. Redis refuses such a call too, but only as long as it has the other call's job."""
     response = StoredResponse(
         id=response_id(job_id),
         owner=owner,
@@ -153,11 +146,7 @@ def _store(store: ResponseStore, call: ApiCall, owner: str, job_id: str, session
         input=call.input,
         kept=dict(call.kept),
     )
-    try:
-        is_new = store.add(response)
-    except OSError as error:
-        message = f"the response cannot be stored: {error.strerror}"
-        raise Failure(503, message, code="no_space", retryable=True) from None
+    is_new = store.add(response)
     earlier = None if is_new else store.read(response.id)
     if earlier is not None and _asked(earlier) != _asked(response):
         raise _names_another(job_id)

@@ -81,8 +81,8 @@ def described(error: Exception) -> Failure:
 
 @asynccontextmanager
 async def received(request: Request) -> AsyncIterator[IO[bytes]]:
-    """The body, in a file that is open as long as the context, because hundreds of clients may send slowly. Raises
-    `Failure`: its type is not JSON, it does not come in time, or there is no room for it."""
+    """The body, in a file that is open as long as the context, because hundreds of clients may send slowly.
+    Raises `Failure`: its type is not JSON, or it does not come in time; `OSError`: it cannot be kept."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise Failure(415, "the Content-Type must be application/json", code="unsupported_content_type")
     with SpooledTemporaryFile(_IN_MEMORY_BYTES) as body:
@@ -92,9 +92,6 @@ async def received(request: Request) -> AsyncIterator[IO[bytes]]:
                     body.write(chunk)
         except TimeoutError:
             raise Failure(408, f"the body did not come within {READ_BODY_S:.0f} s", code="body_timeout") from None
-        except OSError as error:
-            message = f"the body cannot be kept: {error.strerror}"
-            raise Failure(503, message, code="no_space", retryable=True) from None
         yield body
 
 

@@ -1,6 +1,7 @@
 """OpenAI's Responses through its own package: items, events, stored responses, and work in the background."""
 
 import asyncio
+import errno
 import json
 import os
 import threading
@@ -36,6 +37,7 @@ from stoker.serve.settings import ANYBODY, ServeSettings, Tokens
 from stoker.serve.store import FileStore, ResponseStore, StoredResponse
 from stoker.submitting import enqueue
 from stoker_shared.answer_parts import Edge, Markers
+from stoker_shared.errors import RequestError
 
 TOOL: Any = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}, "strict": False}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -480,7 +482,7 @@ ITEM = st.fixed_dictionaries(
 def test_no_body_whatever_breaks_the_reader(tmp_path_factory, body, items):
     served = ServeSettings(tmp_path_factory.getbasetemp(), body_options=BodyOptions(any_model=True))
     raw = json.dumps({"input": items, **body}).encode()
-    with suppress(Failure):
+    with suppress(Failure, RequestError):
         call_jobs(raw, CallHead.of(URL, Headers({}), ANYBODY), served)
 
 
@@ -497,6 +499,22 @@ def test_a_call_that_is_refused_or_fails_leaves_nothing(serve, nobody, tmp_path)
             model="m", input="fail EngineFailed: x"
         )
     assert list((tmp_path / "responses").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "code", "helps"), [(errno.ENOSPC, 503, "no_space", "true"), (errno.EACCES, 500, None, "false")]
+)
+def test_a_response_that_cannot_be_stored_is_told_to_come_later_only_if_the_disk_is_full(
+    client, monkeypatch, number, status, code, helps
+):
+    def refuses(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(ResponseStore, "add", refuses)
+    with pytest.raises(openai.InternalServerError) as refused:
+        client.responses.create(model="m", input="say x")
+    assert (refused.value.status_code, refused.value.code) == (status, code)
+    assert refused.value.response.headers["x-should-retry"] == helps
 
 
 def test_a_keyed_calls_response_stays_whether_it_failed_or_its_key_is_used_again(client):
