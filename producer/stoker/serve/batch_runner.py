@@ -86,7 +86,7 @@ class BatchRun:
         try:
             source = self._files.get(batch.owner, batch.input_file_id)
             lines = self._input(source)
-        except (Failure, OSError, ValueError) as error:
+        except (Failure, FileNotFoundError, ValueError) as error:
             self._fail("invalid_file", f"the input file cannot be read: {error}")
             return None
         if not lines.n_requests:

@@ -120,6 +120,22 @@ def test_a_batch_that_cannot_begin_while_redis_is_away_reads_its_file_once(clien
     assert len(read) == 1
 
 
+def test_a_batch_whose_file_cannot_be_read_for_a_moment_is_tried_again(client, monkeypatch):
+    faults = iter([OSError(errno.EMFILE, "Too many open files")])
+
+    def unreadable_at_first(*arguments, **options):
+        if (fault := next(faults, None)) is not None:
+            raise fault
+        return InputFile(*arguments, **options)
+
+    monkeypatch.setattr(batch_runner, "InputFile", unreadable_at_first)
+    monkeypatch.setattr(batch_runner, "_AGAIN_S", 0.1)
+    monkeypatch.setattr(batch_runner, "_LOOK_S", 0.1)
+    done = until(client, begin(client, lines("say a")), "completed", "failed")
+    assert (done.status, answers(client, done.output_file_id)) == ("completed", {"c0": "a"})
+    assert next(faults, None) is None
+
+
 def test_a_batch_may_have_responses_which_nothing_keeps(client, store):
     bodies: list[dict[str, object]] = [
         {"input": "say a"},
