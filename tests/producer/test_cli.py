@@ -3,12 +3,14 @@
 import json
 import re
 import shlex
+import signal
 
 import click
 import pytest
 
 from stoker import connection
 from stoker.cli import cli
+from stoker.serve.store import ResponseStore
 
 pytestmark = pytest.mark.server
 
@@ -107,6 +109,16 @@ def test_no_server_is_exit_code_1_and_one_line_without_the_password(stoker, monk
 def test_a_server_that_other_machines_can_reach_needs_tokens(stoker):
     code, _, err = stoker("serve", "--bind", "0.0.0.0", "--port", "0")
     assert (code, "can be reached from other machines: give --token-file" in err) == (2, True)
+
+
+def test_a_server_that_cannot_start_is_exit_code_1(stoker, tmp_path, monkeypatch):
+    def unreadable(store):
+        raise OSError("the disk failed")
+
+    monkeypatch.setattr(ResponseStore, "unanswered", unreadable)
+    monkeypatch.setattr(signal, "signal", lambda *handler: None)  # this process keeps its own
+    code, _, err = stoker("serve", "--port", "0", "--batch-store", str(tmp_path))
+    assert (code, err.splitlines()[-1]) == (1, "StokerError: the server could not start; the log has the reason")
 
 
 def test_a_misspelt_variable_is_refused_but_help_is_not(stoker, monkeypatch):

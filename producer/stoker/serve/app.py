@@ -101,8 +101,8 @@ def _store_routes() -> list[Route]:
 async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     asyncio.get_running_loop().set_exception_handler(LoopErrors())
     app.state.runner.start()
-    await app.state.background.start()
     try:
+        await app.state.background.start()
         yield
     finally:
         app.state.runner.stop()

@@ -221,16 +221,18 @@ class BatchRunner:
             for batch_id in sorted(found):
                 if batch_id in self._runs or now < self._not_before.get(batch_id, 0.0):
                     continue
-                batch = self._batches.read(batch_id)
-                if batch is None or self._batches.state(batch_id).has_ended:
-                    self._ended.add(batch_id)
-                    continue
-                try:
-                    self._runs[batch_id] = BatchRun(self._connection, batch, self._batches, self._files, self._settings)
-                except OutputRefused as error:
-                    log.debug("%s", error)
+                with self._batches.leaving_out(batch_id):
+                    self._take(batch_id)
         except Exception:
             log.exception("the batch store cannot be read")
+
+    def _take(self, batch_id: str) -> None:
+        batch = self._batches.read(batch_id)
+        if batch is None or self._batches.state(batch_id).has_ended:
+            self._ended.add(batch_id)
+            return
+        with suppress(OutputRefused):  # another process runs it
+            self._runs[batch_id] = BatchRun(self._connection, batch, self._batches, self._files, self._settings)
 
     def _step(self, batch_id: str, batch_run: BatchRun) -> int:
         try:

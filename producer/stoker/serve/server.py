@@ -15,6 +15,7 @@ from stoker.connection import address, open_connection, redis_errors
 from stoker.serve.app import build_app
 from stoker.serve.connections import MOST_CONNECTIONS, Connections, LimitedProtocol, possible_connections
 from stoker.serve.settings import ServeSettings
+from stoker_shared.errors import StokerError
 from stoker_shared.http_guard import LOOPBACK_NAMES, host_name
 
 _GRACE_S: Final = 30
@@ -34,6 +35,7 @@ def serve(redis_url: str, settings: ServeSettings, *, bind: str, port: int, repo
         ValueError: not a Redis URL, or `bind` is not loopback and there are no tokens.
         OSError: the port is taken, or the batch store cannot be used.
         RedisUnavailable: no server answers, or it refused the client.
+        StokerError: the application could not start; the log has the reason.
     """
     if settings.tokens is None and host_name(bind) not in LOOPBACK_NAMES:
         raise ValueError(f"{bind} can be reached from other machines: give --token-file to listen on it")
@@ -47,8 +49,11 @@ def serve(redis_url: str, settings: ServeSettings, *, bind: str, port: int, repo
         host = f"[{bind}]" if ":" in bind else bind
         report(f"serving {settings.queue!r} of {address(connection)} at http://{host}:{listening.getsockname()[1]}/v1")
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # process 1 of a container has no default handler
+        server = web_server(app, possible_connections())
         with suppress(KeyboardInterrupt):
-            web_server(app, possible_connections()).run(sockets=[listening])
+            server.run(sockets=[listening])
+            if not server.started:
+                raise StokerError("the server could not start; the log has the reason")
 
 
 def web_server(app: ASGIApp, most_connections: int = MOST_CONNECTIONS) -> uvicorn.Server:

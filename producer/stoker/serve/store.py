@@ -10,6 +10,7 @@ change. A caller sees only the folders of its own token's name.
 
 import hashlib
 import json
+import logging
 import re
 import shutil
 import time
@@ -23,6 +24,8 @@ from uuid import uuid4
 from stoker.api.failure import Failure
 from stoker.api.responses import REFERENCE, response_id
 from stoker_shared.durable_file import draft_of, replace_file
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class OwnedFolders(Generic[OwnedT]):
         """Raises `OSError`: the folder cannot be made."""
         self.folder = store / self.place
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._left_out = set[str]()
 
     def remove_remains(self) -> None:
         """Remove drafts and discarded folders that a killed process left; not those of a process that runs."""
@@ -100,10 +104,27 @@ class OwnedFolders(Generic[OwnedT]):
     def ids(self) -> list[str]:
         return [path.name for path in self.folder.iterdir() if self.id_form.fullmatch(path.name)]
 
+    @contextmanager
+    def leaving_out(self, item_id: str) -> Iterator[None]:
+        """For the block of a loop over many items: if this one cannot be read, the block ends, and the log says so
+        once."""
+        try:
+            yield
+        except (OSError, ValueError, TypeError) as error:
+            if item_id not in self._left_out:
+                self._left_out.add(item_id)
+                log.error("%s cannot be read, and is left out: %s", self.folder / item_id, error)
+
+    def readable(self) -> Iterator[OwnedT]:
+        """The items of all owners that can be read."""
+        for item_id in self.ids():
+            with self.leaving_out(item_id):
+                if (item := self.read(item_id)) is not None:
+                    yield item
+
     def all_of(self, owner: str) -> list[OwnedT]:
         """The newest first."""
-        found = (self.read(item_id) for item_id in self.ids())
-        mine = [item for item in found if item is not None and item.owner == owner]
+        mine = [item for item in self.readable() if item.owner == owner]
         return sorted(mine, key=lambda item: (item.created_at, item.id), reverse=True)
 
     def _discard(self, item_id: str) -> None:
@@ -249,9 +270,11 @@ class BatchStore(OwnedFolders[StoredBatch]):
 
     def reads(self, file_id: str) -> bool:
         """True if a batch that has not ended reads this file."""
-        found = map(self.read, self.ids())
-        readers = (batch for batch in found if batch is not None and batch.input_file_id == file_id)
-        return any(not self.state(batch.id).has_ended for batch in readers)
+        for batch in self.readable():
+            with self.leaving_out(batch.id):
+                if batch.input_file_id == file_id and not self.state(batch.id).has_ended:
+                    return True
+        return False
 
 
 _ANSWER: Final = "answer.json"
@@ -364,8 +387,12 @@ class ResponseStore(OwnedFolders[StoredResponse]):
 
     def unanswered(self) -> list[StoredResponse]:
         """The background responses without an answer, of all owners."""
-        found = (self.read(response_id) for response_id in self.ids() if self.answer(response_id) is None)
-        return [response for response in found if response is not None and response.is_background]
+        found = []
+        for response in self.readable():
+            with self.leaving_out(response.id):
+                if response.is_background and self.answer(response.id) is None:
+                    found.append(response)
+        return found
 
     def sweep(self) -> None:
         """Remove the responses whose time is over, and the oldest of too many."""

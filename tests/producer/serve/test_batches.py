@@ -132,7 +132,8 @@ def test_a_batch_whose_file_cannot_be_read_for_a_moment_is_tried_again(client, m
     monkeypatch.setattr(batch_runner, "_AGAIN_S", 0.1)
     monkeypatch.setattr(batch_runner, "_LOOK_S", 0.1)
     done = until(client, begin(client, lines("say a")), "completed", "failed")
-    assert (done.status, answers(client, done.output_file_id)) == ("completed", {"c0": "a"})
+    assert done.status == "completed"
+    assert answers(client, done.output_file_id) == {"c0": "a"}
     assert next(faults, None) is None
 
 
@@ -190,6 +191,21 @@ def test_two_servers_on_one_store_run_each_batch_once(serve, store):
         done = until(one, batch, "completed")
         assert answers(two, done.output_file_id) == {"c0": "a", "c1": "b"}
     assert {batch.id for batch in one.batches.list(limit=2)} == {batch.id for batch in batches}
+
+
+def test_a_batch_that_cannot_be_read_stops_no_other_and_is_named_once_in_the_log(client, store, tmp_path, caplog):
+    (broken := tmp_path / f"batch_{'0' * 24}").mkdir()
+    (broken / "batch.json").write_text("{")
+    broken.rename(store / "batches" / broken.name)
+    batch, other = (begin(client, lines("say a")) for _ in range(2))
+    for each in (batch, other):
+        until(client, each, "completed")
+    (store / "batches" / other.id / "state.json").write_text("{")
+    for _ in range(2):
+        assert [found.id for found in client.batches.list()] == [batch.id]
+    for unreadable in (broken.name, other.id):
+        said = [record.levelname for record in caplog.records if unreadable in record.getMessage()]
+        assert said == ["ERROR"]
 
 
 def test_a_batch_that_is_over_its_time_has_expired(client, store, server_url, serve, hand):
