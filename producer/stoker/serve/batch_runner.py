@@ -32,6 +32,8 @@ from stoker_shared.errors import RedisUnavailable
 
 _MIN_KEEP_S: Final = 86_400
 _OUTPUT: Final = "batch_output"
+_NOT_RUN: Final = frozenset({"batch_cancelled", "batch_expired"})
+"""Codes of lines without an answer."""
 MAX_LINES: Final = 1_000_000
 """The most lines of an input file. Each takes about a hundred bytes of memory, if it has a `custom_id`."""
 
@@ -132,9 +134,10 @@ class BatchRun:
         n_completed = len(self._output.written) - n_failed
         output_id = self._split(wants_successes=True) if n_completed else None
         error_id = self._split(wants_successes=False) if n_failed else None
-        status = "completed"
-        if self._is_canceled:
-            status = "expired" if self._batches.canceled_at(batch.id) is None else "cancelled"
+        status, is_on_request = "completed", self._batches.canceled_at(batch.id) is not None
+        # Its time may be over only because no process looked earlier.
+        if self._is_canceled and (is_on_request or self._output.causes.counts.keys() & _NOT_RUN):
+            status = "cancelled" if is_on_request else "expired"
         ended = replace(
             state,
             status=status,

@@ -3,12 +3,14 @@
 import errno
 import json
 import time
+from types import SimpleNamespace
 
 import httpx
 import openai
 import pytest
 from openai.types.responses import Response
 from tests.producer.serve.conftest import serving_at
+from tests.support.wait import wait_for
 
 from stoker.batch import work
 from stoker.batch.input_file import InputFile
@@ -215,6 +217,23 @@ def test_a_batch_that_is_over_its_time_has_expired(client, store, server_url, se
     ended = until(client, batch, "expired")
     assert set(answers(client, ended.error_file_id)) >= {"c1"}
     assert ended.expired_at is not None
+
+
+def test_a_batch_whose_lines_were_all_answered_is_completed_though_no_process_looked_until_after_its_window(
+    serve, store, server_url, hand, monkeypatch
+):
+    with serving_at(server_url, batch_store=store) as first:
+        client = first.client()
+        batch = begin(client, lines("say a", "wait"))
+        waiting = hand.wait_for_one()
+        wait_for(lambda: hand.waiting() == [waiting], 20)
+    hand.finish(waiting, text="b")
+    two_days_later = SimpleNamespace(time=lambda: time.time() + 2 * 86_400, monotonic=time.monotonic)
+    monkeypatch.setattr(batch_runner, "time", two_days_later)
+    client = serve(batch_store=store).client()
+    done = until(client, batch, "completed", "expired")
+    assert (done.status, done.error_file_id) == ("completed", None)
+    assert answers(client, done.output_file_id) == {"c0": "a", "c1": "b"}
 
 
 def test_a_line_over_the_limit_of_a_call_fails_alone(serve, store):
