@@ -4,6 +4,7 @@ validated elsewhere."""
 
 import json
 import sys
+from contextlib import suppress
 from typing import IO, Any
 
 import click
@@ -18,6 +19,7 @@ from stoker.command_parts import (
     timeout_option,
 )
 from stoker_shared.check import Check
+from stoker_shared.errors import StokerError
 from stoker_shared.help_layout import LaidOutCommand, examples, options_under
 from stoker_shared.request import GenerationRequest, build_request
 
@@ -200,7 +202,7 @@ def _as_fields(context: click.Context, parameter: click.Parameter, pairs: tuple[
 @_checked("--min-trust", type=float, metavar="X",
           help="Begin with a model only if this share of its answers passes, 0 to 1.")  # fmt: skip
 @_checked("--max-cost-s", type=float, metavar="S",
-          help="Ask no further model if that would take more seconds in all.")  # fmt: skip
+          help="Ask no further model once the total would exceed this many seconds.")  # fmt: skip
 @_checked("--task", metavar="CLASS", help="The class of tasks under which verdicts count.")
 @_job("--queue", metavar="NAME", help="RQ queue.  [generate]")
 @_job("--job-id", metavar="ID", help="Your own id: repeating the command makes no second job.")
@@ -235,8 +237,10 @@ def submit(redis_url: str, /, wait: bool, stream: bool, timeout_s: float | None,
         ticket = producer.submit(**fields, **given, stream=stream)  # logs to stderr when no worker listens
         if not (wait or stream):
             queue = fields["route"][0]["queue"] if fields.get("route") else job_options["queue"]
-            # Of `models`, a live worker serves each.
-            warning = producer.unattended(queue) if as_json and job_options["models"] is None else None
+            warning = None
+            if as_json and job_options["models"] is None:  # of `models`, a live worker serves each
+                with suppress(StokerError):  # the job is enqueued already
+                    warning = producer.unattended(queue)
             show(as_json, {"job_id": ticket.job_id} | ({"warning": warning} if warning else {}), ticket.job_id)
             return
         if not as_json:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tests.producer.played_worker import publish
 
+from stoker import Producer, RedisUnavailable
 from stoker.cli import main
 from stoker.new_job import JobOptions
 from stoker.submit_command import JOB_OPTIONS, submit
@@ -161,6 +162,15 @@ def test_without_any_input_the_ways_to_give_one_are_named(stoker, monkeypatch, c
         with pytest.raises(SystemExit, match="2"):
             main(["submit", "--agent", "a"])
     assert "no input" in capsys.readouterr().err
+
+
+def test_the_id_of_a_job_is_printed_even_if_redis_goes_away_right_after_it_was_enqueued(stoker, worker, monkeypatch):
+    def away(producer, queue=None):
+        raise RedisUnavailable("away")
+
+    monkeypatch.setattr(Producer, "unattended", away)
+    code, out, _ = stoker("submit", "--message", "m", "--json")
+    assert (code, worker.job(json.loads(out)["job_id"]).get_status()) == (0, "queued")
 
 
 def test_a_check_and_its_models_arrive(stoker, request_of, connection):
