@@ -165,6 +165,8 @@ class Completions(Endpoint):
         if is_echoed and fields.get("logprobs"):
             fields["prompt_logprobs"] = fields["top_logprobs"]
         prompts = fields.pop("prompts", [{}])
+        if len(prompts) > 1 and "prompt_logprobs" in fields and not is_echoed:
+            raise FieldRefused("prompt_logprobs", "has no place for several prompts: ask one by one, or with 'echo'")
         kept = {"with_usage": bool((stream_options or {}).get("include_usage"))}
         requests = tuple({**fields, **prompt} for prompt in prompts)
         return ApiCall(requests, str(body.get("model")), is_streamed, kept)

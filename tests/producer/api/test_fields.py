@@ -257,6 +257,13 @@ def test_two_limits_that_differ_are_refused_and_two_that_agree_are_one():
         request_fields(CHAT_URL, {**agreeing, "max_completion_tokens": 6}, BodyOptions())
 
 
+def test_the_scores_of_several_prompts_are_refused_unless_each_is_echoed():
+    several = body(TEXT_URL, prompt=["p", "q"], prompt_logprobs=0)
+    with pytest.raises(FieldRefused, match="'prompt_logprobs'"):
+        ENDPOINTS[TEXT_URL].read(dict(several), BodyOptions())
+    assert len(ENDPOINTS[TEXT_URL].read({**several, "echo": True}, BodyOptions()).requests) == 2
+
+
 def test_a_tool_choice_without_tools_to_choose_from_says_nothing():
     assert "tool_choice" not in request_fields(CHAT_URL, body(CHAT_URL, tool_choice="none"), BodyOptions())
     both = request_fields(CHAT_URL, body(CHAT_URL, tool_choice="none", tools=[TOOL]), BodyOptions())
