@@ -1,9 +1,9 @@
 """The `stoker` command: jobs, files of jobs, agents' memory, queues and workers. Only command-line texts.
 
 With ``--json``, stdout is exactly one JSON object, also for an error: ``{"error": {"type": …, "message": …}}``.
-Without it, stdout is the text or the id, and everything else goes to stderr. Exit codes: 0 done, 1 the job failed, was
-canceled, not found or not finished in time, the agent is unknown, or Redis is away, 2 the command or the request is
-wrong, 130 interrupted.
+Without it, stdout has the command's output, such as a job's text or id, and stderr has messages. Exit codes: 0: done;
+1: the job failed, was canceled, was not found or did not finish in time, the agent is unknown, Redis is away, or
+another error; 2: the command or the request is wrong; 130: interrupted.
 """
 
 import json
@@ -97,11 +97,21 @@ def cancel(redis_url: str, job_id: str, as_json: bool) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: runs the command and ends the process with its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        code = _run(arguments)
+    except BrokenPipeError:  # the process that reads our output has ended; at its exit, Python writes what is left
+        sys.stdout = sys.stderr = StringIO()
+        code = 1
+    sys.exit(code)
+
+
+def _run(arguments: list[str]) -> int:
+    """Runs the command, and prints its error if it fails. Returns its exit code."""
     error: Exception
     try:
         if not HELP & set(arguments):
             or_usage_error(require_known_variables)
-        sys.exit(cli.main(arguments, prog_name="stoker", standalone_mode=False) or 0)
+        return cli.main(arguments, prog_name="stoker", standalone_mode=False) or 0
     except click.Abort:
         error, code = StokerError("interrupted; jobs that were submitted continue"), 130
     except click.ClickException as raised:
@@ -109,18 +119,15 @@ def main(arguments: list[str] | None = None) -> None:
             shown = StringIO()
             raised.show(shown)
             click.echo(printable(shown.getvalue(), lines=True), nl=False, err=True)
-            sys.exit(raised.exit_code)
+            return raised.exit_code
         error, code = raised, raised.exit_code
     except StokerError as raised:
         error, code = raised, 2 if isinstance(raised, RequestError) else 1
-    except BrokenPipeError:  # the process that reads our output has ended
-        sys.stderr.close()
-        sys.exit(1)
     if "--json" in arguments:
         click.echo(json.dumps({"error": _as_object(error)}))
     else:
         click.echo(printable(f"{type(error).__name__}: {error}", lines=True), err=True)
-    sys.exit(code)
+    return code
 
 
 def _as_object(error: Exception) -> dict[str, Any]:

@@ -1,9 +1,12 @@
 """The `stoker` command: its output on stdout and stderr, and its exit codes."""
 
 import json
+import os
 import re
 import shlex
 import signal
+import subprocess
+import sys
 
 import click
 import pytest
@@ -104,6 +107,15 @@ def test_no_server_is_exit_code_1_and_one_line_without_the_password(stoker, monk
         assert (code, out, err.count("\n")) == (1, "", 1)
         assert err.startswith("RedisUnavailable: no Redis server answers at 127.0.0.1:1")
         assert "hunter2" not in err
+
+
+def test_an_error_that_nobody_reads_any_more_is_no_traceback(redis_url):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", "from stoker.cli import main; main()", "--redis", redis_url, "result", "j", "--json"]
+    ran = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (ran.returncode, ran.stderr) == (1, b"")
 
 
 def test_a_server_that_other_machines_can_reach_needs_tokens(stoker):
