@@ -112,8 +112,8 @@ def test_no_server_is_exit_code_1_and_one_line_without_the_password(stoker, monk
 def test_an_error_that_nobody_reads_any_more_is_no_traceback(redis_url):
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-c", "from stoker.cli import main; main()", "--redis", redis_url, "result", "j", "--json"]
-    ran = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE)
+    command = [sys.executable, "-c", "from stoker.cli import main; main()", "--redis", redis_url]
+    ran = subprocess.run([*command, "result", "j", "--json"], stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     assert (ran.returncode, ran.stderr) == (1, b"")
 

@@ -269,6 +269,13 @@ class Responses(Endpoint):
 RESPONSES: Final = Responses()
 
 
+def ended_response(result: GenerationResult, created_s: int, kept: Mapping[str, Any]) -> dict[str, Any]:
+    """The response of a job that was enqueued at `created_s`, in Unix seconds. `Responses.answer` is for the time at
+    which the job ended."""
+    completed_s = created_s + round(result.timing.total_s)
+    return {**RESPONSES.answer([result], created_s, kept), "completed_at": completed_s}
+
+
 def _require_tools(fields: dict[str, Any]) -> None:
     """Keep only the allowed tools; without tools, drop a `tool_choice` that needs none."""
     allowed = fields.pop("allowed_tools", None)
@@ -438,7 +445,7 @@ class ResponseEvents(EventWriter):
         if not has_text:
             yield from self.more(Delta("text"))
         yield from self._close(result.logprobs, is_cut=is_cut)
-        response = {**RESPONSES.answer(results, self._created_s, self._kept), "output": self._items}
+        response = {**ended_response(result, self._created_s, self._kept), "output": self._items}
         yield self._event(response["status"], response=response)
 
     def failed(self, failure: Failure) -> Iterator[bytes]:

@@ -22,7 +22,7 @@ from stoker.api.deltas import Deltas
 from stoker.api.endpoint import Endpoint, EventWriter
 from stoker.api.endpoints import ENDPOINTS
 from stoker.api.failure import TOO_LONG, Failure
-from stoker.api.responses import RESPONSES, response_id
+from stoker.api.responses import RESPONSES, ended_response, response_id
 from stoker.serve.backend import Backend
 from stoker.serve.intake import CallHead, CallJobs
 from stoker.serve.responses import (
@@ -107,7 +107,10 @@ class RunningCall:
         if not self.call.is_streamed:
             self.created_s = int(time.time())
         if self._store is not None:
-            answer = self.endpoint.answer(results, self.created_s, self.call.kept)
+            if self.call.is_streamed:
+                answer = ended_response(results[0], self.created_s, self.call.kept)
+            else:
+                answer = self.endpoint.answer(results, self.created_s, self.call.kept)
             try:
                 await asyncio.to_thread(self._store.set_answer, response_id(self.job_id), answer)
             except FileNotFoundError:

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stoker.api.failure import Failure, of_exception
-from stoker.api.responses import RESPONSES, failed_response, frame, input_items
+from stoker.api.responses import ended_response, failed_response, frame, input_items
 from stoker.serve.backend import Backend
 from stoker.serve.responses import Json, page_of
 from stoker.serve.store import ResponseStore, StoredResponse
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 _AGAIN_S: Final = 5.0
 _SWEEP_S: Final = 60.0
 _ENQUEUED_S: Final = 60.0
-"""A response that is older has its job in the queue, if it has one at all."""
+"""The job of an older response has been enqueued, or never will be."""
 _WAITING: Final = frozenset({"queued", "deferred", "scheduled"})
 """States of a job that does not run yet."""
 
@@ -128,7 +128,7 @@ async def _answer_of(backend: Backend, response: StoredResponse, timeout_s: floa
         return _frame_of(response, "cancelled")
     except StokerError as error:
         return failed_response(_frame_of(response, "failed"), of_exception(error))
-    return RESPONSES.answer([result], response.created_at, response.kept)
+    return ended_response(result, response.created_at, response.kept)
 
 
 def _frame_of(response: StoredResponse, status: str) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from stoker.serve.store import FileStore, ResponseStore, StoredResponse
 from stoker.submitting import enqueue
 from stoker_shared.answer_parts import Edge, Markers
 from stoker_shared.errors import RequestError
+from stoker_shared.result import Timing
 
 TOOL: Any = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}, "strict": False}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -410,6 +411,15 @@ def test_a_stream_in_the_background_lasts_as_long_as_its_job_whatever_the_limit_
             if number == 20:  # one each tenth of a second
                 hand.finish(job_id, text="done")
     assert (event.type, event.response.output_text) == ("response.completed", "done")
+
+
+def test_a_response_that_was_begun_before_its_end_was_completed_when_its_job_ended(client):
+    timing = Timing(queued_s=9, prefill_s=1, first_token_s=10, decode_s=20, total_s=30).model_dump()
+    said = give(text="x", timing=timing)
+    streamed = events(client, said)[-1].response
+    begun = client.responses.create(model="m", input=said, background=True)
+    for response in (streamed, client.responses.retrieve(streamed.id), until(client, begun.id, "completed")):
+        assert response.completed_at - response.created_at == 30
 
 
 def test_a_streamed_response_in_the_background_can_be_continued_as_soon_as_it_ends(client, monkeypatch):
