@@ -31,8 +31,8 @@ class Tokens:
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
-        """Raises `OSError`: the file cannot be read. Raises `ValueError`: a line is not a name and a token, or its
-        token is an earlier line's; the message has the line's number, not the token."""
+        """Raises `OSError`: the file cannot be read. Raises `ValueError`: a line is not a name and a token, its name is
+        `ANYBODY`, or its token is an earlier line's; the message has the line's number, not the token."""
         pairs, known = [], set[str]()
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
@@ -42,11 +42,14 @@ class Tokens:
             parts = line.split()
             if not parts or parts[0].startswith("#"):
                 continue
-            if len(parts) != 2 or not _NAME.fullmatch(parts[0]) or len(parts[1]) < MIN_TOKEN_CHARACTERS:
+            is_pair = len(parts) == 2 and _NAME.fullmatch(parts[0]) is not None and parts[1].isascii()
+            if not is_pair or len(parts[1]) < MIN_TOKEN_CHARACTERS:
                 raise ValueError(
                     f"{path}, line {number}: expected a name (letters, digits, - _ .) and a token of at least "
-                    f"{MIN_TOKEN_CHARACTERS} characters"
+                    f"{MIN_TOKEN_CHARACTERS} ASCII characters"
                 )
+            if parts[0] == ANYBODY:
+                raise ValueError(f"{path}, line {number}: {ANYBODY!r} is the name of callers without a token")
             if parts[1] in known:
                 raise ValueError(f"{path}, line {number}: an earlier line has the same token")
             known.add(parts[1])

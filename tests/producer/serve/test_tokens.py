@@ -14,10 +14,16 @@ def test_a_file_has_names_and_tokens(tmp_path):
 
 
 TWICE = f"ann {'s' * 20}\nbob {'s' * 20}\n"
+NOBODYS = f"ann {'s' * 20}\nanybody {'t' * 20}\n"
+NOT_ASCII = f"ann {'ß' * 20}\n".encode().decode("latin-1")
 
 
 @pytest.mark.parametrize(
-    "text", ["", "# only this\n", f"{'s' * 20}\n", "ann short\n", f"a/b {'s' * 20}\n", "a b c\n", TWICE, "\xff"]
+    "text",
+    [
+        *("", "# only this\n", f"{'s' * 20}\n", "ann short\n", f"a/b {'s' * 20}\n", "a b c\n"),
+        *(TWICE, NOBODYS, NOT_ASCII, "\xff"),
+    ],
 )
 def test_a_file_that_lets_nobody_in_or_is_mistyped_is_refused(tmp_path, text):
     file = tmp_path / "tokens"
