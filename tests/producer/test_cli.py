@@ -118,6 +118,24 @@ def test_an_error_that_nobody_reads_any_more_is_no_traceback(redis_url):
     assert (ran.returncode, ran.stderr) == (1, b"")
 
 
+WITHOUT_HOME = """
+from pathlib import Path
+
+def home():
+    raise RuntimeError("Could not determine home directory.")
+
+Path.home = home
+from stoker.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("command", "code", "said"), [("--version", 0, b""), ("serve", 2, b"give --batch-store\n")])
+def test_a_user_without_a_home_folder_can_use_every_command_but_has_to_name_the_servers(command, code, said):
+    ran = subprocess.run([sys.executable, "-c", WITHOUT_HOME, command], capture_output=True)
+    assert (ran.returncode, ran.stderr.endswith(said)) == (code, True)
+
+
 def test_a_server_that_other_machines_can_reach_needs_tokens(stoker):
     code, _, err = stoker("serve", "--bind", "0.0.0.0", "--port", "0")
     assert (code, "can be reached from other machines: give --token-file" in err) == (2, True)

@@ -20,6 +20,14 @@ _file = click.Path(dir_okay=False, path_type=Path)
 _folder = click.Path(file_okay=False, path_type=Path)
 
 
+def _usual_store() -> Path:
+    """Raises `click.UsageError`: this user has no home folder."""
+    try:
+        return Path.home() / ".stoker-serve"
+    except RuntimeError:
+        raise click.UsageError("this user has no home folder: give --batch-store") from None
+
+
 @click.command(
     cls=LaidOutCommand,
     context_settings=SETTINGS,
@@ -35,7 +43,7 @@ _folder = click.Path(file_okay=False, path_type=Path)
           help="Lines of a name and a bearer token; needed unless --bind is loopback.")  # fmt: skip
 @_serving("--allow-origin", "allowed_origins", metavar="URL", multiple=True,
           help="A web site whose pages may call, as http://localhost:3000; repeatable.")  # fmt: skip
-@_serving("--batch-store", type=_folder, metavar="FOLDER", default=Path.home() / ".stoker-serve",
+@_serving("--batch-store", type=_folder, metavar="FOLDER", default=_usual_store,
           help="Files, batches and responses.  [~/.stoker-serve]")  # fmt: skip
 @_calls("--queue", metavar="NAME", default=DEFAULT_QUEUE, show_default=True, help="RQ queue.")
 @_calls("--batch-queue", metavar="NAME", help="RQ queue of the lines of batches.  [--queue]")
