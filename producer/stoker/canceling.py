@@ -1,8 +1,9 @@
 """Cancels one job, whatever it is doing, in one transaction. Keeps no state.
 
 It writes the same as `rq.job.Job.cancel`, except that a run in progress keeps its entries: its worker finds that the
-job is no longer its own, and removes them. Everything else that changes a job's state checks the status in its own
-transaction, so a canceled job no longer fails, and is not retried, given back or sent on.
+job is no longer its own, and removes them; and that the job then expires after its failure_ttl. Everything else that
+changes a job's state checks the status in its own transaction, so a canceled job no longer fails, and is not retried,
+given back or sent on.
 """
 
 import re
@@ -28,7 +29,7 @@ _WAITS_IN: dict[str, Any] = {
     JobStatus.READY_TO_ENQUEUE.value: ReadyJobRegistry,
     JobStatus.SCHEDULED.value: ScheduledJobRegistry,
 }
-_TTL = re.compile("-?[0-9]{1,9}")  # any client may write anything
+_TTL = re.compile("-?[0-9]{1,11}")  # any client may write anything
 _FIELDS = ("status", "origin", "failure_ttl", "created_at", FIELD_SAVING)
 
 

@@ -55,3 +55,10 @@ def test_a_canceled_job_is_where_rqs_own_cancel_puts_it(server, queue, play):
     assert Producer(server).ticket("j").cancel() is True
     assert dump(server) == rqs
     assert 0 < server.ttl("rq:job:j") <= 7 * 86_400
+
+
+def test_a_canceled_job_is_kept_as_long_as_it_was_to_be(server):
+    longest_s = 10**10
+    ticket = Producer(server).submit(prompt="x", failure_ttl_s=longest_s)
+    ticket.cancel()
+    assert longest_s - 60 < server.ttl(f"rq:job:{ticket.job_id}") <= longest_s

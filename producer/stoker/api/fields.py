@@ -212,9 +212,10 @@ def keep_apart(fields: dict[str, Any], name: str) -> None:
     salt = fields.get("cache_salt", "")
     if not isinstance(salt, str):
         return  # it is refused
-    if "agent_id" not in fields:
-        if len(name) + 1 + len(salt) > _MOST_SALT_CHARACTERS:
-            salt = hashlib.sha256(salt.encode(errors="replace")).hexdigest()
-        fields["cache_salt"] = f"{name} {salt}"
-    elif " " in salt:
-        fields["cache_salt"] = f" {salt}"  # no name begins with a space
+    if "agent_id" in fields:
+        if " " not in salt:
+            return
+        name = ""  # of nobody
+    if len(name) + 1 + len(salt) > _MOST_SALT_CHARACTERS:
+        salt = hashlib.sha256(salt.encode(errors="replace")).hexdigest()
+    fields["cache_salt"] = f"{name} {salt}"
