@@ -253,14 +253,22 @@ class SharedConnection:
         try:
             while len(self._waiter):
                 ended = await run_async(self.connection, self._waiter.wait(patience, slice_s))
-                for count, end in enumerate(ended):
-                    for future in self._futures.pop(end.job_id, ()):
-                        if not future.done():
-                            future.set_result(end)
-                    if count % _SETTLED_AT_ONCE == _SETTLED_AT_ONCE - 1:
-                        await asyncio.sleep(0)
+                left = iter(ended)
+                try:
+                    for count, end in enumerate(left):
+                        self._settle(end)
+                        if count % _SETTLED_AT_ONCE == _SETTLED_AT_ONCE - 1:
+                            await asyncio.sleep(0)
+                finally:  # if this task is canceled: the waiter does not know these jobs any more
+                    for end in left:
+                        self._settle(end)
         except Exception as error:
             self._fail_all(error)
+
+    def _settle(self, end: JobRecord) -> None:
+        for future in self._futures.pop(end.job_id, ()):
+            if not future.done():
+                future.set_result(end)
 
     def _leave(self, job_id: str, future: "asyncio.Future[JobRecord]") -> None:
         futures = self._futures.get(job_id, [])

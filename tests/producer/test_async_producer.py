@@ -178,6 +178,27 @@ def test_a_task_that_waits_on_while_its_program_ends_gets_its_result(fake, worke
     assert texts == ["done"]
 
 
+def test_no_result_is_lost_if_the_wait_that_all_share_is_canceled_while_it_hands_them_out(fake, worker, monkeypatch):
+    monkeypatch.setattr(stoker.tickets, "_SETTLED_AT_ONCE", 1)
+
+    async def use():
+        async with producer_on(fake) as producer:
+            tickets = await producer.submit_many([REQUEST] * 3)
+            for ticket in tickets:
+                worker.finish(ticket.job_id, text="done")
+
+            async def text(ticket):
+                found = await ticket.result()
+                for task in asyncio.all_tasks() - {*waiting, own}:
+                    task.cancel()
+                return found.text
+
+            own, waiting = asyncio.current_task(), [asyncio.create_task(text(ticket)) for ticket in tickets]
+            assert await asyncio.wait_for(asyncio.gather(*waiting), 20) == ["done"] * 3
+
+    asyncio.run(use())
+
+
 def test_the_result_of_a_job_just_canceled_waits_for_no_look_at_all_states(fake, worker, monkeypatch):
     monkeypatch.setattr(stoker.waiting, "_CHECK_EVERY_S", 3600.0)
 

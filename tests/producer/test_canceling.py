@@ -58,7 +58,6 @@ def test_a_canceled_job_is_where_rqs_own_cancel_puts_it(server, queue, play):
 
 
 def test_a_canceled_job_is_kept_as_long_as_it_was_to_be(server):
-    longest_s = 10**10
-    ticket = Producer(server).submit(prompt="x", failure_ttl_s=longest_s)
+    ticket = Producer(server).submit(prompt="x", failure_ttl_s=10**10)
     ticket.cancel()
-    assert longest_s - 60 < server.ttl(f"rq:job:{ticket.job_id}") <= longest_s
+    assert 10**9 < server.ttl(f"rq:job:{ticket.job_id}") <= 10**10
