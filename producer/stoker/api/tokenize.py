@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from stoker.api.endpoint import ApiCall, Endpoint, EventWriter
+from stoker.api.failure import FieldRefused
 from stoker.api.fields import BodyOptions, Rule, apply_rules, checked, copied, model_rule, only, template_kwargs
 from stoker_shared.result import GenerationResult
 
@@ -17,6 +18,8 @@ def _prompt(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
 
 
 def _tokens(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
+    if not isinstance(value, list) or not value or not all(type(id_) is int and id_ >= 0 for id_ in value):
+        raise FieldRefused("tokens", "must be a list of token ids, at least one", "invalid_value")
     fields["prompt_token_ids"] = value
 
 

@@ -140,5 +140,6 @@ def test_tokens_of_a_text_and_the_text_of_tokens(served, hand):
     assert httpx.post(f"{served.url}/tokenize", json={"prompt": prompt}).json()["tokens"] == [7, 8]
     asked = hand.request(hand.all_jobs()[-1])
     assert (asked["max_tokens"], asked["return_prompt"]) == (0, True)
-    refused = httpx.post(f"{served.url}/detokenize", json={"tokens": "x"})
-    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_value")
+    for path, name, value in (("detokenize", "tokens", "x"), ("detokenize", "tokens", []), ("tokenize", "prompt", "")):
+        refused = httpx.post(f"{served.url}/{path}", json={name: value})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
