@@ -25,7 +25,7 @@ from rq.results import Result
 
 from stoker.canceling import cancel_job
 from stoker.connection import blocking_slice_s
-from stoker.job_record import ENDED, ENDED_REGISTRIES, queue_key, registry_key
+from stoker.job_record import ENDED_REGISTRIES, is_end, queue_key, registry_key
 from stoker.new_job import JobOptions, NewJob, checked_queue_name, require_job_id
 from stoker.operations import Command, Commands, Operation, ask, run, run_async
 from stoker.submitting import enqueue
@@ -184,7 +184,7 @@ def agent_job(
         require_job_id("job_id", job_id)
     queue = default_queue if queue is None else checked_queue_name(queue)
     job = NewJob(request, JobOptions(), queue, job_id)
-    yield from enqueue(queue, [job], at_front=False, ids_are_new=job_id is None)
+    yield from enqueue([job], ids_are_new=job_id is None)
     record = yield from wait_for_end(job.job_id, timeout_s, slice_s)
     return record.agent_outcome(kind)
 
@@ -282,7 +282,7 @@ def _remove(job_id: str, queue: str) -> Operation[bool]:
     with suppress(JobNotFound):  # the job is gone, or RQ does not allow its id
         yield from cancel_job(job_id)
     state = yield from ask("HGET", key, "status")
-    if state is not None and state.decode(errors="replace") not in ENDED:
+    if state is not None and not is_end(state):
         return False
     related = (Job.dependents_key_for(job_id), f"{Job.redis_job_namespace_prefix}:{job_id}:dependencies")  # as in RQ
     commands: list[Command] = [("DEL", key, *related, Result.get_key(job_id), STREAM_KEY.format(job_id=job_id))]

@@ -96,10 +96,10 @@ def status_text(now: TicketStatus) -> str:
 def show_result(ticket: Ticket, timeout_s: float | None, as_json: bool) -> None:
     with shown_wait(lambda: status_text(ticket.status()), quiet=as_json):
         generated = ticket.result(timeout_s)
-    texts = [choice.text for choice in generated.choices or [generated]]
     if as_json:
         show(as_json, generated.model_dump(mode="json"), "")
         return
+    texts = [choice.text for choice in generated.choices or [generated]]
     click.echo("\n".join(map(_answer, texts)))
     click.echo(_summary(generated), err=True)
 

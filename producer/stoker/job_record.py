@@ -51,6 +51,11 @@ _FAILURE = (Result.Type.FAILED, Result.Type.MAX_RETRIES_EXCEEDED)
 _TYPES_OF_END = {JobStatus.FINISHED.value: _SUCCESS, JobStatus.FAILED.value: _FAILURE}
 
 
+def is_end(status: bytes) -> bool:
+    """True if a job whose hash has this `status` has ended."""
+    return status.decode(errors="replace") in ENDED
+
+
 @dataclass(frozen=True)
 class JobProgress:
     """A running job's progress, as its worker wrote it."""

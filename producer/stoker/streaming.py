@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 from rq.job import Job
 from rq.results import Result
 
-from stoker.job_record import ENDED, NO_ENTRY, JobRecord
+from stoker.job_record import NO_ENTRY, JobRecord, is_end
 from stoker.operations import Command, Entries, Operation, Watched, ask, stream_entries, undisturbed
 from stoker.waiting import Patience, timed_out
 from stoker_shared.answer_parts import Markers
@@ -96,7 +96,7 @@ class StreamReader:
         def write(replies: list[list[bytes | None]]) -> list[Command] | None:
             [[state, asked]] = replies
             states.append(state)
-            if state is None or asked is not None or state.decode(errors="replace") in ENDED:
+            if state is None or asked is not None or is_end(state):
                 return None
             return [("HSET", key, FIELD_STREAM, 1)]
 
@@ -105,7 +105,7 @@ class StreamReader:
         state = states[-1]
         if state is None:
             raise JobNotFound(self._job_id)
-        return state.decode(errors="replace") in ENDED
+        return is_end(state)
 
     def _follow(self) -> Operation[list[StreamEvent]]:
         """The events of the stream's next entries; none if no entry comes within a blocking read."""

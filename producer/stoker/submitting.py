@@ -118,7 +118,7 @@ def submit(queue: str, routing: Routing, fields: Mapping[str, Any], job_id: str 
     if job_id is not None:
         require_job_id("job_id", job_id)
     job = NewJob(request, options, queue_of(request, queue), job_id)
-    yield from enqueue(job.queue, [job], at_front=options.at_front, ids_are_new=job_id is None)
+    yield from enqueue([job], ids_are_new=job_id is None)
     return Submitted(job.job_id, job.queue, job_id is None)
 
 
@@ -164,8 +164,7 @@ def submit_many(
 
 def _enqueue_chunk(chunk: list[NewJob], ids_are_new: bool) -> Operation[list[Submitted]]:
     for queue in dict.fromkeys(job.queue for job in chunk):
-        of_queue = [job for job in chunk if job.queue == queue]
-        yield from enqueue(queue, of_queue, at_front=False, ids_are_new=ids_are_new)
+        yield from enqueue([job for job in chunk if job.queue == queue], ids_are_new=ids_are_new)
     return [Submitted(job.job_id, job.queue, ids_are_new) for job in chunk]
 
 
@@ -243,10 +242,11 @@ _TRIES: Final = 5  # in each of them, redis-py tries several times too
 _TRIES_OF_A_RACE: Final = 100  # a running job's hash changes twice a second, and this job may depend on it
 
 
-def enqueue(queue: str, jobs: list[NewJob], *, at_front: bool, ids_are_new: bool) -> Operation[None]:
+def enqueue(jobs: list[NewJob], *, ids_are_new: bool) -> Operation[None]:
     """Enqueue those of `jobs` that do not exist yet, in one transaction.
 
     Args:
+        jobs: of one queue, and with the same options.
         ids_are_new: the ids were generated just now, so no other job can have them.
 
     Raises:
@@ -258,7 +258,7 @@ def enqueue(queue: str, jobs: list[NewJob], *, at_front: bool, ids_are_new: bool
     losses = races = 0
     while True:
         try:
-            if (yield from _enqueued(queue, left, at_front=at_front, look_first=look_first)):
+            if (yield from _enqueued(left, look_first=look_first)):
                 return
         except REFUSED:
             raise
@@ -270,14 +270,15 @@ def enqueue(queue: str, jobs: list[NewJob], *, at_front: bool, ids_are_new: bool
             races += 1
             if races == (_TRIES_OF_A_RACE if left[0].options.dependency_ids else _TRIES):
                 raise
-        look_first, left = True, (yield from _without_existing(queue, left))
+        look_first, left = True, (yield from _without_existing(left))
         if not left:
             return
 
 
-def _enqueued(queue: str, jobs: list[NewJob], *, at_front: bool, look_first: bool) -> Operation[bool]:
+def _enqueued(jobs: list[NewJob], *, look_first: bool) -> Operation[bool]:
     """Try the transaction. Returns ``False`` if a job with one of these ids exists; nothing was written then."""
     keys = [job.key for job in jobs]
+    queue, at_front = jobs[0].queue, jobs[0].options.at_front
     dependency_ids = list(dict.fromkeys(job_id for job in jobs for job_id in job.options.dependency_ids))
     reads: list[Command] = [("EXISTS", *keys)] if look_first else []
     reads += [("HGET", Job.key_for(job_id), "status") for job_id in dependency_ids]
@@ -311,7 +312,7 @@ def _has_to_wait(job: NewJob, states: dict[str, bytes | None]) -> bool:
     return waits
 
 
-def _without_existing(queue: str, jobs: list[NewJob]) -> Operation[list[NewJob]]:
+def _without_existing(jobs: list[NewJob]) -> Operation[list[NewJob]]:
     """Raises `DuplicateJob`: an existing job has another request or is in another queue."""
     looks: list[Command] = []
     for job in jobs:
@@ -323,19 +324,19 @@ def _without_existing(queue: str, jobs: list[NewJob]) -> Operation[list[NewJob]]
             raise exists
         if not exists:
             left.append(job)
-        elif isinstance(found, Exception) or not _is_the_same(queue, job, *found):
+        elif isinstance(found, Exception) or not _is_the_same(job, *found):
             raise DuplicateJob(f"job_id: {job.job_id!r} names another job already")
     return left
 
 
-def _is_the_same(queue: str, job: NewJob, data: bytes | None, origin: bytes | None) -> bool:
+def _is_the_same(job: NewJob, data: bytes | None, origin: bytes | None) -> bool:
     """Compares request and queue; the job's times and its place in the queue do not matter."""
-    if data == job.data and origin == queue.encode():  # the same call again: nothing has to be unpacked
+    if data == job.data and origin == job.queue.encode():  # the same call again: nothing has to be unpacked
         return True
     try:
         function, _, _, kwargs = read_json(unpacked(data or b""), MAX_DATA_BYTES)
         theirs = kwargs[REQUEST_KWARG]
-        ours, queues = read_json(unpacked(job.data), MAX_DATA_BYTES)[3][REQUEST_KWARG], {queue}
+        ours, queues = read_json(unpacked(job.data), MAX_DATA_BYTES)[3][REQUEST_KWARG], {job.queue}
         if ours.get("route") and theirs.get("route"):  # made from what was then known of the models
             queues = {step["queue"] for step in theirs["route"]}
             ours, theirs = ({**payload, "route": []} for payload in (ours, theirs))

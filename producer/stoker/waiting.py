@@ -19,7 +19,7 @@ from rq.job import Job
 from rq.results import Result
 
 from stoker.connection import LOST, REFUSED
-from stoker.job_record import ENDED, KEPT_RESULTS, NO_ENTRY, JobRecord
+from stoker.job_record import KEPT_RESULTS, NO_ENTRY, JobRecord, is_end
 from stoker.operations import Command, Commands, Entries, Operation, Pause, T, ask, stream_entries
 from stoker.presence import unready
 from stoker_shared.errors import ResultTimeout
@@ -248,7 +248,7 @@ class Waiter:
         self._checked_at = time.monotonic()
         states = yield Commands([("HGET", Job.key_for(job_id), "status") for job_id in job_ids])
         found = zip(job_ids, states, strict=True)
-        over = [job_id for job_id, state in found if state is None or state.decode(errors="replace") in ENDED]
+        over = [job_id for job_id, state in found if state is None or is_end(state)]
         jobs = [self._waiting[job_id] for job_id in over if job_id in self._waiting]  # else discarded meanwhile
         if not jobs:
             return []

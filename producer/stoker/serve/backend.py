@@ -75,7 +75,7 @@ class Backend:
 
     async def enqueue(self, jobs: Sequence[NewJob], *, ids_are_new: bool) -> list[AsyncTicket]:
         """Raises `DuplicateJob`: an id names another job; `RedisUnavailable`."""
-        await self.run(enqueue(jobs[0].queue, list(jobs), at_front=False, ids_are_new=ids_are_new))
+        await self.run(enqueue(list(jobs), ids_are_new=ids_are_new))
         return [AsyncTicket(self._shared, job.job_id, is_new=ids_are_new) for job in jobs]
 
     def ticket(self, job_id: str) -> AsyncTicket:

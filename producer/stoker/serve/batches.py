@@ -15,7 +15,13 @@ from stoker.serve.store import BatchState, BatchStore, StoredBatch
 from stoker_shared.text import seconds_of
 
 _TIMES: Final = (
-    *("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at"),
+    "in_progress_at",
+    "finalizing_at",
+    "completed_at",
+    "failed_at",
+    "expired_at",
+    "cancelling_at",
+    "cancelled_at",
 )
 _FIELDS: Final = frozenset({"input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after"})
 

@@ -465,7 +465,7 @@ def test_a_response_of_another_process_whose_job_is_not_yet_in_the_queue_has_not
         until(served.client(), found, "completed", within_s=0.5)
     assert ResponseStore(tmp_path).answer(found) is None
     with Redis.from_url(server_url) as connection:
-        run(connection, enqueue("generate", list(made.jobs), at_front=False, ids_are_new=True))
+        run(connection, enqueue(list(made.jobs), ids_are_new=True))
     assert until(served.client(), found, "completed").output_text == "x"
 
 
