@@ -1,7 +1,8 @@
 """An agent's memory, read and changed by jobs of its own; and the agent's other jobs in Redis, counted or removed.
 
-Redis has no index of jobs by agent, so the search goes through the ids of all queues and registries, in pages, from the
-newest to the oldest, because jobs that end meanwhile are added at the new end. It holds one page, and a few requests.
+Redis has no index of jobs by agent, so the search reads the ids in all queues and registries page by page, the newest
+first: jobs that end meanwhile are added at that end, so they push no other past it. In memory are one page of ids and
+a few requests.
 """
 
 from collections.abc import Mapping
@@ -226,7 +227,7 @@ def jobs_of_agent(agent_id: str, *, remove: bool = False) -> Operation[JobsOfAge
 
 
 def _page(queue: str, registry: Any, n_kept: int) -> Operation[list[str]]:
-    """The page of ids before the newest `n_kept`."""
+    """The next page of ids, which are older than the newest `n_kept`."""
     span = (-n_kept - _PAGE, -n_kept - 1)
     if registry is None:
         found = yield from ask("LRANGE", queue_key(queue), *span)
@@ -236,7 +237,7 @@ def _page(queue: str, registry: Any, n_kept: int) -> Operation[list[str]]:
 
 
 def _of_agent(agent_id: str, job_ids: list[str], statuses: tuple[str, ...]) -> Operation[list[str]]:
-    """The agent's jobs in one of these states. A job in another state has another place too, or is gone."""
+    """Those of these jobs that are the agent's and in one of these states. Others are found elsewhere, or are gone."""
     of_agent: list[str] = []
     in_doubt: list[str] = []
     fields = ("status", "created_at", FIELD_AGENT, "description")

@@ -1,9 +1,9 @@
 """Cancels one job, whatever it is doing, in one transaction. Keeps no state.
 
-It writes the same as `rq.job.Job.cancel`, except that a run in progress keeps its entries: its worker finds that the
-job is no longer its own, and removes them; and that the job then expires after its failure_ttl. Everything else that
-changes a job's state checks the status in its own transaction, so a canceled job no longer fails, and is not retried,
-given back or sent on.
+It writes the same as `rq.job.Job.cancel`, with two differences. A run in progress keeps its entries: its worker finds
+that the job is no longer its own, and removes them. And the job then expires after its failure_ttl. Everything else
+that changes a job's state checks the status in its own transaction, so a canceled job no longer fails, and is not
+retried, given back or sent on.
 """
 
 import re

@@ -86,7 +86,7 @@ class JobRecord:
 
     @classmethod
     def read(cls, job_id: str) -> Operation[Self]:
-        # The hash first: a job's end is written together with its entry, so an ended job always has its entry. Not a
+        # The hash first: a job's end is written to it and to its stream at once, so an ended job has its entry. Not a
         # transaction, because Redis 7.0 refuses one while it is full, even for reading.
         newest_results = ("XREVRANGE", Result.get_key(job_id), "+", "-", "COUNT", KEPT_RESULTS)
         values, entries = yield Commands([cls.hash_command(job_id), newest_results])

@@ -24,7 +24,7 @@ from stoker.presence import LiveWorker, is_ours, known_workers, live_workers
 from stoker_shared.wire import LEASE_KEY, MEMBERS_KEY
 
 _LOOKED_AT: Final = 100
-"""Jobs at the front of a queue among which the oldest is searched for: newer ones may have been put before it."""
+"""How many jobs at the front of a queue are searched for the oldest one: newer jobs may have been put before it."""
 
 
 @dataclass(frozen=True)

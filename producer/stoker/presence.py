@@ -159,8 +159,8 @@ def unready(*queues: str) -> Operation[str | None]:
 
 
 def still_loading(queue: str, workers: Iterable[LiveWorker]) -> str | None:
-    """A message if all of these workers that listen to the queue still load their model; ``None`` if none of them
-    listens."""
+    """A message if some of these workers listen to the queue, and none of those has loaded its model yet; else
+    ``None``."""
     models = [worker.model for worker in workers if queue in worker.queues]
     return f"the worker of {queue!r} still loads its model" if models and not any(models) else None
 

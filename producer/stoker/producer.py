@@ -28,8 +28,8 @@ TicketT = TypeVar("TicketT", bound=AnyTicket)
 
 
 class Outstanding(Generic[TicketT]):
-    """A wait for the jobs of many tickets together; several tickets may have the same job. False once `next` has
-    returned all of them.
+    """One wait for the jobs of many tickets; several tickets may have the same job. As a condition, it is true until
+    `next` has returned all tickets.
 
     Args:
         timeout_s: how long to wait for all of them together, in seconds; ``None`` for no limit.
@@ -58,9 +58,9 @@ class Outstanding(Generic[TicketT]):
         return bool(self._ended or self._by_job_id)
 
     def next(self) -> Operation[list[TicketT]]:
-        """The tickets whose jobs' ends are known already, then those of the next jobs to end, one or more; each then
-        keeps its job's end. Raises `ResultTimeout`: the time is over; `redis.exceptions.RedisError`: as
-        `Patience.enduring`."""
+        """One or more tickets whose jobs have ended: first those whose jobs were known to have ended, then those of the
+        next jobs to end. Each ticket keeps its job's end. Raises `ResultTimeout`: the time is over;
+        `redis.exceptions.RedisError`: as `Patience.enduring`."""
         if self._ended:
             known, self._ended = self._ended, []
             return known

@@ -66,15 +66,15 @@ EVERY_S: Final = 1.0
                     "stoker status JOB_ID"),
 )  # fmt: skip
 @click.argument("job_id", required=False)
-@click.option("--watch", is_flag=True, help="Show the whole anew each second, until Ctrl-C.")
+@click.option("--watch", is_flag=True, help="Redraw everything every second, until Ctrl-C.")
 @json_option
 @redis_option
 @click.pass_obj
 def status(redis_url: str, job_id: str | None, watch: bool, as_json: bool) -> None:
-    """Print whether a job is waiting, running or ended; without a job, the state of the whole.
+    """Print whether a job is waiting, running or ended.
 
-    The whole: for each queue the oldest wait and the time that is left at the present rate; the workers, a dead one
-    too; and the jobs that have run the longest.
+    Without a job, show the whole system: for each queue the oldest wait and the time that is left at the present rate;
+    the workers, a dead one too; and the jobs that have run the longest.
     """
     if watch and (job_id is not None or as_json):
         raise click.UsageError("--watch shows the whole, as text: give it neither a job nor --json")

@@ -1,9 +1,9 @@
 """Reads a job's text as it is generated: requests the stream, and follows it to the job's end. Owns the reader's
 position.
 
-The stream is only faster than the result, which has the same text: the job's hash decides when the job is over, and all
-chunks since the last `Restarted` together are exactly the result's text. The reader also waits for an entry of the
-job's results, because a short answer can end before its worker knows of the reader.
+The stream brings the result's text, only sooner: the chunks since the last `Restarted` together are exactly that text.
+The job's hash decides when the job is over. The reader also waits for an entry in the job's results, because a short
+answer can end before its worker knows of the reader.
 """
 
 from collections.abc import Mapping

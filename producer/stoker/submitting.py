@@ -103,7 +103,8 @@ class SubmitFields(ManyFields, total=False):
 
 
 class Submitted(NamedTuple):
-    """A job that was enqueued. `is_new`: its id was generated just now."""
+    """A job that is enqueued: by this call, or by an earlier one with the same id. `is_new`: this call generated the
+    id."""
 
     job_id: str
     queue: str

@@ -1,4 +1,4 @@
-"""The last line of a terminal's stderr, drawn again and again; and the text of a command's wait in that line.
+"""The last line on a terminal, drawn on stderr again and again; `shown_wait` shows in it what a command waits for.
 
 Nothing is drawn if stderr is not a terminal. `shown_wait` draws on a thread of its own, until its block ends.
 """

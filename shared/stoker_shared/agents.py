@@ -124,7 +124,8 @@ class AgentForgotten(_AgentResult):
     Attributes:
         existed: whether the agent existed.
         version: its last version.
-        blocks: the number of blocks removed, `block_bytes` in all; other agents still use `shared_blocks` more.
+        blocks, block_bytes: the number of blocks removed, and their bytes in all.
+        shared_blocks: the number of its blocks that stay, because other agents use them.
     """
 
     action: Literal["forget"] = "forget"

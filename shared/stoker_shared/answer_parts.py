@@ -29,7 +29,8 @@ class Markers(BaseModel):
 
     Attributes:
         first: the state in which the answer begins.
-        edges: no edge leaves a call, because the closing marker ends it; none enters one if calls are to stay text.
+        edges: the markers, and the states to which they lead. No edge leaves a call, which ends with its closing
+            marker; and no edge leads into one if calls are to stay text.
         is_call: whether the whole answer behind its thinking is one call, with markers or without.
     """
 

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class StokerError(Exception):
-    """Base of all of stoker's errors."""
+    """The base class of this tree of errors."""
 
     retryable: bool = False
     """True if the same call or job may succeed later, because the cause lies outside it and passes."""

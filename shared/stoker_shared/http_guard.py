@@ -1,4 +1,5 @@
-"""Guards of the small HTTP servers: against pages of other sites, and limits on connections, their life and their head.
+"""Guards for the small HTTP servers: against requests of other sites' pages, and limits for the number of connections,
+for how long each lasts, and for the size of a request's head.
 
 A page in a browser of this machine can send requests to loopback. If its own host name points at our address, it can
 read the answers too (DNS rebinding). The headers that browsers send show both.

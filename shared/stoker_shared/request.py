@@ -63,7 +63,8 @@ def _shown(name: int | str) -> str:
 
 
 def is_plain_json(value: object) -> bool:
-    """True if the value can be written as UTF-8 JSON: pydantic checks neither `Any` nor surrogates in `str`."""
+    """True if the value can be written as JSON in UTF-8. pydantic does not check that: it accepts any value for `Any`,
+    and surrogates in a `str`."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False, default=_fields_of_model).encode()
     except (TypeError, ValueError, RecursionError):

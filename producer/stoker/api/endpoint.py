@@ -27,7 +27,7 @@ class ApiCall:
         is_background: answer the call at once; its job continues without it.
         continues: the id of a stored answer whose conversation comes before the input.
         n_instructions: how many of the request's first messages come before that conversation.
-        input: the unchanged input of a call that is stored.
+        input: the input of a call that is stored, as a list of items, with references resolved.
     """
 
     requests: tuple[dict[str, Any], ...]
@@ -51,7 +51,7 @@ class ApiCall:
         if len(self.requests) > 1:
             raise FieldRefused("prompt", "must be one prompt: give each prompt a line of its own")
         request = dict(self.requests[0])
-        settle_memory(request)  # of a call, this waits until the fields of its headers are there
+        settle_memory(request)  # for a call, this is done once the fields from its headers are known
         return request
 
 
@@ -59,11 +59,11 @@ class EventWriter(Protocol):
     """Writes one answer as server-sent events. Every method returns complete events, with their line ends."""
 
     def keep_alive(self) -> bytes:
-        """Sent while nothing else is."""
+        """What to send while there is nothing else to send."""
         return b": still waiting\n\n"
 
     def begin(self) -> Iterable[bytes]:
-        """The events before all others; called once, and read with the first delta, keep-alive or end."""
+        """The first events. It is called once, and they are sent with the first delta, keep-alive or end."""
         return ()
 
     def more(self, delta: Delta) -> Iterable[bytes]:

@@ -321,7 +321,7 @@ class Messages(Endpoint):
         is_streamed = take_flag(body, "stream")
         fields = _fields_of(body, self.url, options)
         if fields["messages"][-1]["role"] == "assistant":
-            raise FieldRefused("messages", "ends with the assistant's: the beginning of an answer cannot be given")
+            raise FieldRefused("messages", "ends with an assistant message: prefilling an answer is not supported")
         if "max_tokens" not in fields:
             raise FieldRefused("max_tokens", "is missing", "missing_required_parameter")
         fields["fit_max_tokens"] = True  # Claude Code asks for 32,000 with each call

@@ -26,7 +26,8 @@ MOST_CONNECTIONS: Final = 2048
 
 _READ_BYTES: Final = 64 * 2**10
 _READ_BYTES_OF_CHUNKS: Final = 2 * 2**10
-"""For this much of a body in chunks of one byte each, h11 needs ten milliseconds, in which nothing else runs."""
+"""Read at once of a body in chunks: if each chunk has one byte, h11 needs ten milliseconds for these bytes, in which
+nothing else runs."""
 
 _OWN_FILES: Final = 192
 """File descriptors for Redis, the store and the rest. Each connection may need two more: for itself and for its

@@ -13,7 +13,7 @@ _SECONDS: Final = (0.05, 0.25, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 _requests = Counter("stoker_serve_requests", "Requests that were answered.", ["path", "status"])
 _open = Gauge("stoker_serve_requests_open", "Requests whose answer is not complete.")
-_begins = Histogram("stoker_serve_first_byte_seconds", "Time to an answer's begin.", ["path"], buckets=_SECONDS)
+_begins = Histogram("stoker_serve_first_byte_seconds", "Time until an answer begins.", ["path"], buckets=_SECONDS)
 _takes = Histogram("stoker_serve_request_seconds", "Time to the end of an answer.", ["path"], buckets=_SECONDS)
 
 

@@ -43,7 +43,7 @@ class Owned:
 
 OwnedT = TypeVar("OwnedT", bound=Owned)
 _REMAINS_S: Final = 86_400
-"""An older hidden folder is what a killed process left."""
+"""A hidden folder that is older was left by a killed process."""
 
 
 class OwnedFolders(Generic[OwnedT]):

@@ -294,7 +294,7 @@ IMAGE_IN_A_RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [{"ty
         ([{"role": "user", "content": [{"type": "document", "source": {}}]}], "document"),
         ([{"role": "user", "content": [IMAGE_IN_A_RESULT]}], "image"),
         ([*ASKED, {"role": "assistant", "content": [{"type": "server_tool_use"}]}, *ASKED], "server_tool_use"),
-        ([*ASKED, {"role": "assistant", "content": "Once"}], "ends with the assistant's"),
+        ([*ASKED, {"role": "assistant", "content": "Once"}], "ends with an assistant message"),
         ([*ASKED, {"role": "tool", "content": "x"}], "role"),
         ([], "at least one"),
         ([{"role": "system", "content": "s"}], "at least one"),
