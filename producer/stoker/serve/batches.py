@@ -60,12 +60,11 @@ async def list_batches(request: Request) -> Response:
     batches: BatchStore = request.app.state.batches
     found = await asyncio.to_thread(batches.all_of, request.state.owner)
     page = page_of([{"id": batch.id, "batch": batch} for batch in found], request.query_params, most=100)
-    entries, data = page["data"], []
-    for entry in entries:
+    data: list[dict[str, Any]] = []
+    for entry in page["data"]:
         with batches.leaving_out(entry["id"]):
             data.append(await _now(request, entry["batch"]))
-    page["data"] = data
-    return Json(page)
+    return Json({**page, "data": data})
 
 
 async def retrieve(request: Request) -> Response:
