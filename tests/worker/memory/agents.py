@@ -102,8 +102,8 @@ class FastDisk(Disk):
     flush = sync_folder
 
 
-def open_store(folder: Path) -> AgentCacheStore:
-    return AgentCacheStore(folder, files=FastDisk())
+def open_store(folder: Path, **options: Any) -> AgentCacheStore:
+    return AgentCacheStore(folder, files=FastDisk(), **options)
 
 
 def reopen(store: AgentCacheStore, folder: Path) -> AgentCacheStore:
@@ -334,6 +334,13 @@ def tidy(store: CacheStorePort) -> None:
 def walk(store: AgentCacheStore) -> None:
     """What the upkeep does now and then: it compares the index with the files."""
     list(store._upkeep.walk())
+
+
+def squeeze(store: AgentCacheStore, max_bytes: int = 1) -> None:
+    """Evict as after a save, with a limit of `max_bytes` for this once."""
+    was, store.budget.max_bytes = store.budget.max_bytes, max_bytes
+    store.budget.make_room()
+    store.budget.max_bytes = was
 
 
 def rows(store: AgentCacheStore, sql: str, *parameters: Any) -> list[Any]:

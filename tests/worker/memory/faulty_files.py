@@ -3,7 +3,6 @@
 import errno
 import io
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,12 +54,6 @@ class FullFiles(Disk):
     def rename(self, source: Path, target: Path) -> None:
         self._step()
         source.replace(target)
-
-    def remove(self, path: Path) -> None:
-        path.unlink(missing_ok=True)
-
-    def remove_folder(self, path: Path) -> None:
-        shutil.rmtree(path)
 
     def sync_folder(self, path: Path) -> None:
         self._step()

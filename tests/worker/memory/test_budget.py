@@ -21,7 +21,9 @@ from tests.worker.memory.agents import (
     files_below,
     ids,
     make_model,
+    open_store,
     problems_of,
+    squeeze,
 )
 
 from stoker_worker.memory import eviction
@@ -30,17 +32,8 @@ from stoker_worker.ports import LoadedModel, Turn
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
 
 LONG = ids(1300)
-NOBODY = frozenset[str]()
 BIG = make_model("big", spec=ModelCacheSpec((LayerSpec(LayerKind.FULL, 2, 32, 32),) * 4, "float32"))
 """Its blocks take half a megabyte: more than the transaction that notes their eviction."""
-
-
-def open_store(folder: Path, **options: Any) -> AgentCacheStore:
-    return AgentCacheStore(folder, files=FastDisk(), **options)
-
-
-def blocks_in(folder: Path) -> list[Path]:
-    return files_below(folder / "blocks")
 
 
 def du(folder: Path) -> int:
@@ -52,13 +45,6 @@ def settled_bytes(store: AgentCacheStore) -> int:
     """What the store takes without its write-ahead log, which goes before any cache does."""
     store.parts.database.empty_log()
     return store.budget.total_bytes
-
-
-def squeeze(store: AgentCacheStore, max_bytes: int = 1) -> None:
-    """Evict as after a save, with a limit of `max_bytes` for this once."""
-    was, store.budget.max_bytes = store.budget.max_bytes, max_bytes
-    store.budget.make_room()
-    store.budget.max_bytes = was
 
 
 def test_the_usage_is_what_du_counts(tmp_path: Path) -> None:
@@ -99,7 +85,7 @@ def test_an_evicted_agent_continues_and_its_next_turn_is_cached_again(tmp_path: 
     agent = Agent(open_store(tmp_path, memory_max_bytes=1 << 30))
     agent.say(LONG[:700])
     squeeze(agent.store)
-    assert blocks_in(tmp_path) == []
+    assert files_below(tmp_path / "blocks") == []
     assert list(tmp_path.rglob("*-tail.safetensors")) == []
     restored = agent.restore(LONG[:800])
     assert (restored.prefix, restored.miss_reason) == (None, "evicted")
@@ -151,15 +137,15 @@ def test_a_waiting_agent_loses_its_cache_after_idle_ones_and_the_one_needed_last
 def test_replaced_blocks_are_removed_after_an_hour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     agent = Agent(open_store(tmp_path))
     agent.say(LONG[:700])
-    first = blocks_in(tmp_path)
+    first = files_below(tmp_path / "blocks")
     agent.say(ids(600, seed=1))
     agent.store.budget.make_room()
-    assert set(first) <= set(blocks_in(tmp_path))  # it may come back
+    assert set(first) <= set(files_below(tmp_path / "blocks"))  # it may come back
     later = time.time() + 3601
     monkeypatch.setattr(eviction, "time", SimpleNamespace(time=lambda: later))
     agent.say((*ids(600, seed=1), 1))
     agent.store.budget.make_room()
-    assert not set(first) & set(blocks_in(tmp_path))
+    assert not set(first) & set(files_below(tmp_path / "blocks"))
     assert agent.cached((*ids(600, seed=1), 1, 2)) == 601
 
 
@@ -182,7 +168,7 @@ def test_a_budget_that_transcripts_alone_exceed_costs_all_cache_no_turn_and_one_
         for length in (300, 600, 900):
             agent.say(LONG[:length])
             assert agent.tokens() == LONG[:length]
-    assert blocks_in(tmp_path) == []
+    assert files_below(tmp_path / "blocks") == []
     said = [record.getMessage() for record in caplog.records if record.name.endswith(".eviction")]
     assert len(said) == 1
     assert "nothing more can be evicted" in said[0]
@@ -199,7 +185,7 @@ def test_a_file_that_cannot_be_removed_costs_a_warning_and_no_turn(tmp_path: Pat
     for length in (300, 600):
         agent.say(LONG[:length])
     assert agent.tokens() == LONG[:600]
-    assert len(blocks_in(tmp_path)) == 2
+    assert len(files_below(tmp_path / "blocks")) == 2
 
 
 @pytest.mark.parametrize("model", [MODEL, HYBRID], ids=["full", "hybrid"])

@@ -1,6 +1,8 @@
 """The cost of a turn, in bytes, statements and syncs: that of its own tokens, however long the conversation is."""
 
 from collections.abc import Iterable
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -25,12 +27,6 @@ class CountingDisk(FastDisk):
         super().write(path, pieces)
 
 
-def bytes_of(disk: CountingDisk, agent: Agent, prompt: tuple[int, ...], answer: tuple[int, ...]) -> int:
-    before = disk.n_bytes
-    agent.say(prompt, answer)
-    return disk.n_bytes - before
-
-
 FULL = LayerSpec(LayerKind.FULL, 2, 32, 32)
 HYBRID = (
     FULL,
@@ -50,39 +46,23 @@ def test_adding_64_tokens_to_4096_writes_64_tokens_at_most_a_block_and_the_snaps
     disk = CountingDisk()
     agent = Agent(AgentCacheStore(tmp_path, files=disk), model=make_model(spec=spec))
     agent.say(ids(stored))
-    written = bytes_of(disk, agent, ids(stored), ids(64, seed=1))
+    before = disk.n_bytes
+    agent.say(ids(stored), ids(64, seed=1))
     snapshots = 2 * layout_of(spec, "snapshot", stored).n_bytes if spec.snapshot_layers else 0
-    assert written < 1.25 * ((64 + 256) * spec.bytes_per_token + snapshots)
-
-
-def turns_of(agent: Agent, count: int, *, start: int = 0) -> None:
-    """Turns of 20 tokens, transcripts alone."""
-    for number in range(start, start + count):
-        base = agent.open()
-        before = base.transcript
-        text = (before.text or "" if before else "") + "what is next? "
-        transcript = Transcript(
-            (*(before.token_ids if before else ()), *ids(20, seed=number)), "tok", None, text, "eos"
-        )
-        agent.store.save(make_turn(agent, base, transcript, None))
-
-
-def stored_bytes(store: AgentCacheStore) -> int:
-    return int(rows(store, "SELECT transcript_bytes FROM agents")[0][0])
+    assert disk.n_bytes - before < 1.25 * ((64 + 256) * spec.bytes_per_token + snapshots)
 
 
 @pytest.mark.slow
 def test_a_turns_row_does_not_grow_with_the_number_of_turns_but_for_one_in_sixteen(tmp_path: Path) -> None:
     agent = Agent(open_store(tmp_path))
-    grown = []
+    said, sizes = Transcript((), "tok", None, "", "eos"), [0]
     for number in range(500):
-        before = stored_bytes(agent.store) if number else 0
-        turns_of(agent, 1, start=number)
-        grown.append(stored_bytes(agent.store) - before)
-    deltas = [n_bytes for number, n_bytes in enumerate(grown) if number % 16]
+        token_ids, text = (*said.token_ids, *ids(20, seed=number)), f"{said.text}what is next? "
+        said = replace(said, token_ids=token_ids, text=text)
+        agent.store.save(make_turn(agent, agent.open(), said, None))
+        ((n_bytes,),) = rows(agent.store, "SELECT transcript_bytes FROM agents")
+        sizes.append(n_bytes)
+    deltas = [after - before for number, (before, after) in enumerate(pairwise(sizes)) if number % 16]
     assert max(deltas[-20:]) < 1.05 * max(deltas[:20])
-    transcript = agent.open().transcript
     agent.store = reopen(agent.store, tmp_path)
-    version = agent.open()
-    assert version.transcript == transcript
-    assert version.number == 500
+    assert (agent.open().number, agent.open().transcript) == (500, said)

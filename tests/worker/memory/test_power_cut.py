@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from tests.worker.memory.agents import HYBRID, MODEL, Agent, ids, make_model, open_store
+from tests.worker.memory.agents import HYBRID, MODEL, Agent, ids, make_model, open_store, squeeze
 from tests.worker.memory.recorded_disk import Op, RecordedDisk, Replay, Survivors
 
 from stoker_shared.agents import AgentRequest, AgentResult
@@ -89,11 +89,6 @@ class Story:
         with self.changing(fields.get("target", name), after, job):
             job.result = job.run(self.store)
 
-    def evict(self) -> None:
-        self.store.budget.max_bytes = 1
-        self.store.budget.make_room()
-        self.store.budget.max_bytes = 1 << 30
-
     def reopen(self) -> None:
         self.store.close()
         self.store = on_disk(self.disk)
@@ -128,7 +123,7 @@ def everything(story: Story) -> None:
     story.say("window", LONG[:520])
     story.job("rollback", "window", (3, (*LONG[:280], 7, 8)))
     story.job("forget", "b", NOBODY)
-    story.evict()
+    squeeze(story.store)
     story.store.parts.database.empty_log()
     story.say("a", LONG[:1000])
     story.reopen()

@@ -16,6 +16,7 @@ from tests.worker.memory.agents import (
     ids,
     open_store,
     run_job,
+    squeeze,
     tidy,
 )
 
@@ -53,12 +54,6 @@ def test_prompts_without_a_common_beginning_leave_no_blocks(tmp_path: Path) -> N
     assert files_below(tmp_path / "blocks") == files_below(tmp_path / "pieces") == []
 
 
-def test_a_job_without_an_agent_uses_an_agents_blocks(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    Agent(store).say(COMMON)
-    assert cached(ask(store, question())) == 512
-
-
 def test_shared_blocks_are_evicted_before_any_agents(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     agent = Agent(store)
@@ -78,22 +73,15 @@ def test_recently_used_shared_blocks_stay_longest(tmp_path: Path, monkeypatch: p
     tidy(store)
     store.parts.database.empty_log()  # which would go first
     monkeypatch.setattr(eviction, "LOW_WATER", 1.0)
-    store.budget.max_bytes = store.budget.total_bytes - 1
-    store.budget.make_room()
+    squeeze(store, store.budget.total_bytes - 1)
     assert cached(ask(store, question())) == 512
 
 
-def test_shared_blocks_are_counted(tmp_path: Path) -> None:
+def test_shared_blocks_are_counted_and_a_damaged_one_is_a_miss_and_is_written_again(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     for _ in range(3):
         ask(store, question())
     assert store.budget.total_bytes == disk_bytes(tmp_path)
-
-
-def test_a_damaged_shared_block_is_a_miss_and_is_written_again(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    for _ in range(3):
-        ask(store, question())
     for path in files_below(tmp_path / "blocks"):
         path.write_bytes(path.read_bytes()[:-1] + b"?")
     damaged = ask(store, question())
@@ -123,13 +111,13 @@ def test_blocks_stay_while_a_job_is_being_restored_from_them(
     run = BlockLookup.run
 
     def interrupted(lookup: BlockLookup) -> FoundOnDisk:
-        remove(store, how)
+        squeeze(store) if how == "evict" else run_job(store, "forget", "a")
         return run(lookup)
 
     with monkeypatch.context() as patched:
         patched.setattr(BlockLookup, "run", interrupted)
         assert cached(store.restore((*COMMON[:512], 1), agent=None, model=MODEL, salt=None)) == 512
-    remove(store, "evict")
+    squeeze(store)
     assert files_below(tmp_path / "blocks") == []
 
 
@@ -148,14 +136,5 @@ def test_a_job_that_begins_while_an_agent_is_being_forgotten_finds_its_blocks(
 
         with monkeypatch.context() as patched:
             patched.setattr(store.parts.database, "commit", then_a_job_begins)
-            remove(store, "forget")
+            run_job(store, "forget", "a")
         assert len(files_below(tmp_path / "blocks")) == 2
-
-
-def remove(store: AgentCacheStore, how: str) -> None:
-    if how == "forget":
-        run_job(store, "forget", "a")
-        return
-    was, store.budget.max_bytes = store.budget.max_bytes, 1
-    store.budget.make_room()
-    store.budget.max_bytes = was

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.worker.memory.agents import Agent, FastDisk, ids, make_model, make_turn, rows, tidy
+from tests.worker.memory.agents import Agent, ids, make_model, make_turn, open_store, rows, tidy
 
 from stoker_shared.errors import AgentTranscriptUnreadable
 from stoker_shared.message import Message
@@ -24,10 +24,6 @@ from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
 
 WITHOUT_MEMORY = make_model(spec=ModelCacheSpec((LayerSpec(LayerKind.UNKNOWN),), "float32"))
 _tokens = count(1)
-
-
-def make_store(folder: Path, keep_versions: int = 16) -> AgentCacheStore:
-    return AgentCacheStore(folder, files=FastDisk(), keep_versions=keep_versions)
 
 
 @dataclass
@@ -97,7 +93,7 @@ def test_transcripts_stay_right_over_hundreds_of_turns(
     tmp_path: Path, steps: list[tuple[int, str, int]], keep_versions: int, rounds: int
 ) -> None:
     folder = Path(tempfile.mkdtemp(dir=tmp_path))
-    store = make_store(folder, keep_versions)
+    store = open_store(folder, keep_versions=keep_versions)
     agents = [Conversation(Agent(store, f"agent {number}", WITHOUT_MEMORY)) for number in range(3)]
     for _ in range(rounds):
         for number, how, amount in steps:
@@ -105,7 +101,7 @@ def test_transcripts_stay_right_over_hundreds_of_turns(
         for agent in agents:
             agent.check(keep_versions)
         store.close()
-        store = make_store(folder, keep_versions)
+        store = open_store(folder, keep_versions=keep_versions)
         for agent in agents:
             agent.agent.store = store
             agent.check(keep_versions)
@@ -114,7 +110,7 @@ def test_transcripts_stay_right_over_hundreds_of_turns(
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[AgentCacheStore]:
-    store = make_store(tmp_path / "store", keep_versions=2)
+    store = open_store(tmp_path / "store", keep_versions=2)
     yield store
     store.close()
 
