@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.worker.memory.agents import (
+    HYBRID,
     SNAPSHOT_SPECS,
     Agent,
     cache_of,
@@ -35,20 +36,16 @@ LONG = ids(1000)
 ANSWER = ids(60, seed=1)
 
 
-def model_of(name: str):  # type: ignore[no-untyped-def]
-    return make_model(name, spec=SNAPSHOT_SPECS[name])
-
-
 @pytest.fixture(params=SNAPSHOT_SPECS)
 def agent(request: pytest.FixtureRequest, tmp_path: Path) -> Agent:
     """An agent of each kind of model, that has yet to take its first turn."""
-    return Agent(open_store(tmp_path), model=model_of(request.param))
+    return Agent(open_store(tmp_path), model=make_model(request.param, spec=SNAPSHOT_SPECS[request.param]))
 
 
 @pytest.fixture
 def hybrid(tmp_path: Path) -> Agent:
     """An agent with 760 tokens: two blocks and a tail, and snapshots after 699 and 760 tokens."""
-    agent = Agent(open_store(tmp_path), model=model_of("hybrid"))
+    agent = Agent(open_store(tmp_path), model=HYBRID)
     agent.say(LONG[:700], ANSWER)
     return agent
 
@@ -57,31 +54,24 @@ HISTORY = (*LONG[:700], *ANSWER)
 """What `hybrid` has said."""
 
 
-def snapshot_files(folder: Path) -> list[str]:
+def pieces_in(folder: Path) -> list[str]:
     """Without the agent's part of the name."""
-    return sorted(path.name.partition("-")[2] for path in folder.rglob("*-snapshot-*"))
-
-
-def test_models_without_full_attention_write_no_blocks_and_no_tail(tmp_path: Path) -> None:
-    for name in ("window", "recurrent"):
-        agent = Agent(open_store(tmp_path / name), model=model_of(name))
-        agent.say(LONG[:700], ANSWER)
-        assert files_below(tmp_path / name / "blocks") == []
-        assert not list((tmp_path / name).rglob("*-tail.*"))
-        assert snapshot_files(tmp_path / name) == ["1-snapshot-0.safetensors", "1-snapshot-1.safetensors"]
+    return [path.name.partition("-")[2] for path in files_below(folder / "pieces")]
 
 
 def test_a_version_has_files_of_its_own_and_the_previous_ones_are_removed(agent: Agent, tmp_path: Path) -> None:
     for version, length in enumerate((10, 300, 320), start=1):
         agent.say(LONG[:length], (1, 2))
-        assert snapshot_files(tmp_path) == [f"{version}-snapshot-{i}.safetensors" for i in (0, 1)]
+        assert pieces_in(tmp_path) == [f"{version}-snapshot-{i}.safetensors" for i in (0, 1)]
     agent.say(LONG[:1])  # nothing is before the only token: one snapshot
-    assert snapshot_files(tmp_path) == ["4-snapshot-0.safetensors"]
+    assert pieces_in(tmp_path) == ["4-snapshot-0.safetensors"]
+    if not agent.model.spec.full_layers:
+        assert all("-checkpoint" in path.name for path in files_below(tmp_path / "blocks"))
 
 
 def test_a_turn_without_cache_drops_the_snapshots_and_the_next_turn_recovers(hybrid: Agent) -> None:
     hybrid.store.save(make_turn(hybrid, hybrid.open(), make_transcript((*HISTORY, 5)), None))
-    assert snapshot_files(hybrid.store.parts.path) == []
+    assert pieces_in(hybrid.store.parts.path) == []
     assert hybrid.open().cache is not None  # the blocks serve on
     restored = hybrid.restore((*HISTORY, 5, 6))
     assert (restored.prefix, restored.miss_reason) == (None, None)
@@ -98,7 +88,7 @@ def test_any_run_of_turns_reuses_up_to_the_last_snapshot_on_the_way(
     tmp_path: Path, name: str, turns: list[tuple[int, int, int]]
 ) -> None:
     folder = Path(tempfile.mkdtemp(dir=tmp_path))
-    agent = Agent(open_store(folder), model=model_of(name))
+    agent = Agent(open_store(folder), model=make_model(name, spec=SNAPSHOT_SPECS[name]))
     stands: list[int] = []
     checkpoints: dict[tuple[int, ...], tuple[int, ...]] = {}  # by the blocks before it: all tokens before it
     for seed, (keep, new, answer) in enumerate(turns):
@@ -127,7 +117,7 @@ def test_any_run_of_turns_reuses_up_to_the_last_snapshot_on_the_way(
 
 
 def test_snapshots_that_are_not_the_transcripts_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    agent = Agent(open_store(tmp_path), model=model_of("hybrid"))
+    agent = Agent(open_store(tmp_path), model=HYBRID)
     layers = cache_of(LONG[:300], agent.model)
 
     def refuse(snapshots: object, match: str, stop: int = 300) -> None:
@@ -150,23 +140,19 @@ def test_snapshots_that_are_not_the_transcripts_are_refused_before_anything_is_w
 # --- damage ---
 
 
-def remove(path: Path) -> None:
-    path.unlink()
-
-
 def exchange(path: Path) -> None:
     """Put a whole file of the same shape in its place: the same agent's snapshot of another conversation."""
     folder = path.parents[3] / "elsewhere"
-    other = Agent(open_store(folder), model=model_of("hybrid"))
+    other = Agent(open_store(folder), model=HYBRID)
     other.say((*ids(700, seed=9),), ANSWER)
     shutil.copy(next(folder.rglob(path.name)), path)
     other.store.close()
     shutil.rmtree(folder)
 
 
-SNAPSHOT_DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+SNAPSHOT_DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     **{name: (damage, "snapshot_corrupt") for name, damage in DAMAGES.items()},
-    "removed": (remove, "snapshot_missing"),
+    "removed": (Path.unlink, "snapshot_missing"),
     "another's": (exchange, "snapshot_foreign"),
 }
 
@@ -198,7 +184,7 @@ def test_a_snapshot_in_the_place_of_the_other_is_foreign(hybrid: Agent, tmp_path
 
 @pytest.mark.parametrize(("version", "left"), [(1, 699), (2, 0)])
 def test_a_snapshot_needs_all_the_kv_before_it(tmp_path: Path, version: int, left: int) -> None:
-    agent = Agent(open_store(tmp_path), model=model_of("hybrid"))
+    agent = Agent(open_store(tmp_path), model=HYBRID)
     # Snapshots after 699 and 900 tokens. The block before 768 is damaged first, then the one before 512.
     layers, snapshots = cache_of(LONG[:900], agent.model), snapshots_of(LONG, [699, 900], agent.model)
     agent.store.save(make_turn(agent, agent.open(), make_transcript(LONG[:900]), SequenceCache(900, layers, snapshots)))
