@@ -90,51 +90,35 @@ def together(database: Database, changes: list[Callable[[Connection], Any]]) -> 
     leader.result()
 
 
-def test_a_change_is_there_when_commit_returns_and_its_result_is_returned(database: Database) -> None:
-    assert database.commit(add("a")) == 1
-    assert database.commit(add("b")) == 2
-    assert names(database) == ["a", "b"]
-
-
 def test_changes_that_come_together_share_one_sync(database: Database, steps: Disturbed) -> None:
     database.commit(add("before"))
     with together(database, [add(str(number)) for number in range(8)]) as futures:
         steps.counts.clear()
     assert [future.result() for future in futures] == list(range(2, 10))
     assert steps.counts["sync agents.db-wal"] == 2  # the first one's own, and theirs
+    assert steps.counts["sync agents.db"] == 0
     assert commits(database) == 3
     assert names(database) == [*map(str, range(8)), "before"]
 
 
-def test_a_lone_change_waits_for_one_sync(database: Database, steps: Disturbed) -> None:
-    database.commit(add("before"))
-    steps.counts.clear()
-    database.commit(add("a"))
-    assert steps.counts["sync agents.db-wal"] == 1
-    assert steps.counts["sync agents.db"] == 0
+def failing(connection: Connection) -> None:
+    add("never")(connection)
+    raise KeyError("mine")
 
 
-def test_a_change_that_raises_fails_alone_and_is_undone(database: Database) -> None:
-    def failing(connection: Connection) -> None:
-        add("never")(connection)
-        raise KeyError("mine")
-
-    with together(database, [add("a"), failing, add("b")]) as (a, failed, b):
+@pytest.mark.parametrize(
+    ("change", "error", "why"), [(failing, KeyError, "mine"), (add("a"), Damaged, "the store is damaged")]
+)
+def test_a_change_that_raises_or_breaks_a_rule_of_the_database_fails_alone_and_is_undone(
+    database: Database, change: Callable[[Connection], Any], error: type[Exception], why: str
+) -> None:
+    with together(database, [add("a"), change, add("b")]) as (a, failed, b):
         pass
     assert (a.result(), b.result()) == (1, 2)
-    with pytest.raises(KeyError, match="mine"):
+    with pytest.raises(error, match=why):
         failed.result()
     assert names(database) == ["a", "b"]
     assert commits(database) == 3  # the one before them, and one for each
-
-
-def test_a_change_that_breaks_a_rule_of_the_database_fails_alone(database: Database) -> None:
-    with together(database, [add("a"), add("a"), add("b")]) as (a, again, b):
-        pass
-    assert (a.result(), b.result()) == (1, 2)
-    with pytest.raises(Damaged):
-        again.result()
-    assert names(database) == ["a", "b"]
 
 
 def test_a_change_that_hides_what_sqlite_raised_is_undone_as_a_whole(database: Database, steps: Disturbed) -> None:

@@ -195,18 +195,14 @@ def test_a_forget_that_the_database_refuses_leaves_the_note_of_the_lost_turn(tmp
         assert store.open_agent("agent").number == 0
 
 
-def test_a_command_beside_the_worker_knows_of_a_lost_turn_that_the_database_refused(tmp_path: Path) -> None:
-    sqlite = FullFiles()
-    with closing(lose_a_turn(tmp_path / "store", sqlite, stored=400)):
-        with opened(tmp_path / "store") as parts, pytest.raises(AgentTranscriptUnreadable, match="not saved"):
-            fork_agent(parts, "agent", "fork")
-        sqlite.arm(1, 0)
-
-
-def test_a_command_knows_of_a_lost_turn_that_it_cannot_put_into_the_database(tmp_path: Path) -> None:
+@pytest.mark.parametrize("running", [frozenset[str](), frozenset({"agent"})])
+def test_a_command_beside_the_worker_knows_of_a_lost_turn_that_the_database_refused(
+    tmp_path: Path, running: frozenset[str]
+) -> None:
+    """It cannot put the note into the database while a job of the agent runs."""
     sqlite = FullFiles()
     with closing(lose_a_turn(tmp_path / "store", sqlite, stored=400)) as store:
-        store.pin(frozenset({"agent"}), frozenset())  # a job of it runs
+        store.pin(running, frozenset())
         with opened(tmp_path / "store") as parts:
             with pytest.raises(AgentTranscriptUnreadable, match="not saved"):
                 fork_agent(parts, "agent", "fork")

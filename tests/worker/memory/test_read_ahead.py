@@ -3,12 +3,12 @@
 import dataclasses
 import random
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.wait import wait_for
 from tests.worker.memory.agents import (
     MODEL,
     SNAPSHOT_SPECS,
@@ -48,11 +48,10 @@ def opened(tmp_path: Path) -> Iterator[Opened]:
     """Opens the store anew, as a worker that was restarted does."""
     stores: list[AgentCacheStore] = []
 
-    def open_store(memory_max_bytes: int = PLENTY, **options: Any) -> AgentCacheStore:
+    def open_store(memory_max_bytes: int = PLENTY) -> AgentCacheStore:
         for store in stores:
             store.close()
-        options = {"files": FastDisk(), **options}
-        stores[:] = [AgentCacheStore(tmp_path / "store", memory_max_bytes=memory_max_bytes, **options)]
+        stores[:] = [AgentCacheStore(tmp_path / "store", files=FastDisk(), memory_max_bytes=memory_max_bytes)]
         return stores[0]
 
     yield open_store
@@ -63,18 +62,21 @@ def opened(tmp_path: Path) -> Iterator[Opened]:
 
 def settle(store: AgentCacheStore) -> None:
     """Wait until there is nothing more to read."""
-    ahead, end = store._read_ahead, time.monotonic() + TIMEOUT_S
-    while True:
+    ahead = store._read_ahead
+
+    def is_settled() -> bool:
         with ahead._changed:
             known = ahead._tried | {name for name, size in ahead._sizes.items() if not size}
-            if (
-                not ahead._fills
-                and ahead._reading is None
-                and all(name in known or name in store.ram_cache for name in ahead._order)
-            ):
-                return
-        assert time.monotonic() < end
-        time.sleep(0.001)
+            is_idle = not ahead._fills and ahead._reading is None
+            return is_idle and all(name in known or name in store.ram_cache for name in ahead._order)
+
+    wait_for(is_settled, TIMEOUT_S)
+
+
+def read(store: AgentCacheStore, order: Sequence[str]) -> None:
+    """Read ahead, to the end, when these agents' jobs are next."""
+    store.read_ahead(order)
+    settle(store)
 
 
 def say_all(store: AgentCacheStore, names: str, n_tokens: int = 400) -> None:
@@ -96,8 +98,7 @@ def test_what_is_read_ahead_goes_to_the_engine_without_a_copy(opened: Opened) ->
     Agent(opened(), model=model).say(LONG[:300])
     agent = Agent(opened(), model=model)
     agent.store.model_loaded(model)
-    agent.store.read_ahead(["agent"])
-    settle(agent.store)
+    read(agent.store, ["agent"])
     room = agent.store.ram_cache._entries["agent"].cache.room
     restored = agent.restore((*LONG[:300], 1, 2))
     assert restored.source == "memory"
@@ -113,8 +114,7 @@ def test_after_a_restart_a_turn_reads_no_file(
 ) -> None:
     Agent(opened(), model=model, salt="salt").say(LONG[:n_tokens], (7, 8, 9))
     agent = Agent(opened(), model=model, salt="salt")
-    agent.store.read_ahead(["nobody", "agent"] if is_named else [])
-    settle(agent.store)
+    read(agent.store, ["nobody", "agent"] if is_named else [])
     agent.store.model_loaded(model)
     for folder in ("blocks", "pieces"):
         (tmp_path / "store" / folder).rename(tmp_path / folder)
@@ -133,8 +133,7 @@ def test_agents_are_read_in_the_queues_order_and_then_those_used_last(opened: Op
     say_all(opened(), "abcdef")
     for order, n_rooms, wanted in (("b", 3, "bef"), ("ba", 2, "ab"), ("ba", 1, "b"), ("", 2, "ef"), ("xyz", 1, "f")):
         store = opened(n_rooms * ROOM)
-        store.read_ahead(order)
-        settle(store)
+        read(store, order)
         assert in_ram(store, "abcdef") == wanted
         assert counted_bytes(store) == store.ram_cache.n_bytes <= store.ram_cache.max_bytes
 
@@ -143,19 +142,16 @@ def test_with_the_first_restore_only_the_next_jobs_agents_are_read(opened: Opene
     say_all(opened(), "abcd")
     store = opened()
     assert Agent(store, "a").restore((*ids(400, seed=ord("a")), 1)).source == "disk"
-    store.read_ahead("c")
-    settle(store)
+    read(store, "c")
     assert in_ram(store, "abcd") == "ac"
-    store.read_ahead("d")
-    settle(store)
+    read(store, "d")
     assert in_ram(store, "abcd") == "acd"
 
 
 def test_an_agent_makes_room_only_for_one_whose_turn_is_sooner(opened: Opened) -> None:
     say_all(opened(), "abcdefg")
     store = opened(4 * ROOM)
-    store.read_ahead("abcd")
-    settle(store)
+    read(store, "abcd")
     store.pin(frozenset("a"), frozenset("bcdefg"))
     entries = dict(store.ram_cache._entries)
     for order, wanted in (
@@ -164,18 +160,15 @@ def test_an_agent_makes_room_only_for_one_whose_turn_is_sooner(opened: Opened) -
         ("efg", "aefg"),  # b and c wait too, but behind those
         ("bcd", "abcd"),
     ):
-        store.read_ahead(order)
-        settle(store)
+        read(store, order)
         assert in_ram(store, "abcdefg") == wanted
         if order == "ebcd":
             assert all(store.ram_cache._entries[name] is entries[name] for name in "abc")  # not read a second time
     store.pin(frozenset("abcd"), frozenset("efg"))
-    store.read_ahead("efg")
-    settle(store)
+    read(store, "efg")
     assert in_ram(store, "abcdefg") == "abcd"
     store.pin(frozenset("bcd"), frozenset("efg"))
-    store.read_ahead("fg")  # nothing is waiting for a any more
-    settle(store)
+    read(store, "fg")  # nothing is waiting for a any more
     assert in_ram(store, "abcdefg") == "bcdf"
 
 
@@ -184,8 +177,7 @@ def test_at_hand_is_what_needs_no_file_and_everything_while_ram_holds_nothing(op
     store = opened(2 * ROOM)
     store._read_ahead._fills = False
     assert all(map(store.is_at_hand, "abcn"))
-    store.read_ahead("an")
-    settle(store)
+    read(store, "an")
     assert [store.is_at_hand(name) for name in "abcn"] == [True, False, False, True]
     store.ram_cache.drop("a")
     assert all(map(store.is_at_hand, "abcn"))
@@ -196,14 +188,11 @@ def test_an_agent_that_did_not_fit_is_tried_again_and_a_smaller_one_passes_it(op
     say_all(opened(), "bc")
     store = opened(2 * ROOM)
     store.pin(frozenset("b"), frozenset("ac"))
-    store.read_ahead("b")
-    settle(store)
-    store.read_ahead("ac")
-    settle(store)
+    read(store, "b")
+    read(store, "ac")
     assert in_ram(store, "abc") == "bc"
     store.pin(frozenset(), frozenset("ac"))
-    store.read_ahead("a")
-    settle(store)
+    read(store, "a")
     assert in_ram(store, "abc") == "a"
 
 
@@ -213,13 +202,11 @@ def test_caches_of_another_model_than_the_loaded_one_are_dropped_and_read_no_mor
     for name in "cd":
         Agent(store, name, model=other).say(LONG[:400])
     store = opened()
-    store.read_ahead("ac")
-    settle(store)
+    read(store, "ac")
     assert in_ram(store, "abcd") == "abcd"
     store.model_loaded(other)
     assert in_ram(store, "abcd") == "cd"
-    store.read_ahead("abd")
-    settle(store)
+    read(store, "abd")
     assert in_ram(store, "abcd") == "cd"
     assert counted_bytes(store) == store.ram_cache.n_bytes
     assert Agent(store, "d", model=other).restore((*LONG[:400], 1)).source == "memory"
@@ -246,8 +233,7 @@ def test_a_damaged_file_is_left_for_the_restore_to_name(
         file.unlink()
     store = opened()
     before = files_below(tmp_path / "store" / "blocks") + files_below(tmp_path / "store" / "pieces")
-    store.read_ahead(["agent"])
-    settle(store)
+    read(store, ["agent"])
     assert "agent" not in store.ram_cache
     assert store.ram_cache.n_bytes == 0
     assert files_below(tmp_path / "store" / "blocks") + files_below(tmp_path / "store" / "pieces") == before
@@ -262,16 +248,15 @@ def test_a_wrong_layout_in_the_database_costs_only_time(opened: Opened, cache: s
     sql = "DELETE FROM models" if cache is None else "UPDATE models SET cache = ?"
     agent.store.parts.database.commit(lambda connection: connection.execute(sql, (cache,) if cache else ()) and None)
     store = opened()
-    store.read_ahead(["agent"])
-    settle(store)
+    read(store, ["agent"])
     assert "agent" not in store.ram_cache
     assert Agent(store).restore((*LONG[:300], 1)).source == "disk"
 
 
 class Held:
-    """Holds up the reading thread at each cache, until it is let go."""
+    """Reads these agents' caches, and holds up the reading thread at each one, until it is let go."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, store: AgentCacheStore, order: str) -> None:
         self.is_reading, self.go_on = threading.Event(), threading.Event()
         run = BlockLookup.run
 
@@ -282,15 +267,16 @@ class Held:
             return run(lookup)
 
         monkeypatch.setattr(BlockLookup, "run", held)
+        store.read_ahead(order)
+        assert self.is_reading.wait(TIMEOUT_S)
 
 
 def test_a_cache_that_is_being_read_when_another_model_was_loaded_is_not_kept(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     say_all(opened(), "a")
-    store, held = opened(), Held(monkeypatch)
-    store.read_ahead("a")
-    assert held.is_reading.wait(TIMEOUT_S)
+    store = opened()
+    held = Held(monkeypatch, store, "a")
     store.model_loaded(make_model("b"))
     held.go_on.set()
     settle(store)
@@ -303,9 +289,8 @@ def test_a_version_that_was_saved_meanwhile_is_not_replaced_by_the_one_that_was_
     opened: Opened, monkeypatch: pytest.MonkeyPatch, is_kept: bool
 ) -> None:
     say_all(opened(), "a")
-    store, held = opened(), Held(monkeypatch)
-    store.read_ahead("a")
-    assert held.is_reading.wait(TIMEOUT_S)
+    store = opened()
+    held = Held(monkeypatch, store, "a")
     with monkeypatch.context() as patched:
         patched.setattr(store._read_ahead, "_reading", None)  # no restore waits for it
         agent = Agent(store, "a")
@@ -326,9 +311,8 @@ def test_a_restore_waits_for_its_own_agents_cache_and_no_file_is_read_twice(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     say_all(opened(), "ab")
-    store, held = opened(), Held(monkeypatch)
-    store.read_ahead("a")
-    assert held.is_reading.wait(TIMEOUT_S)
+    store = opened()
+    held = Held(monkeypatch, store, "a")
     assert Agent(store, "b").restore((*ids(400, seed=ord("b")), 1)).source == "disk"
     found: list[str] = []
     agent = Agent(store, "a")
@@ -345,13 +329,11 @@ def test_a_store_closes_while_a_cache_is_read_and_reads_none_afterwards(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     say_all(opened(), "ab")
-    store, held = opened(), Held(monkeypatch)
-    store.read_ahead("ab")
-    assert held.is_reading.wait(TIMEOUT_S)
+    store = opened()
+    held = Held(monkeypatch, store, "ab")
     closing = threading.Thread(target=store.close)
     closing.start()
-    while not store._read_ahead._is_closing:
-        time.sleep(0.001)
+    wait_for(lambda: store._read_ahead._is_closing)
     held.go_on.set()
     closing.join(TIMEOUT_S)
     assert not closing.is_alive()
@@ -384,8 +366,7 @@ def test_turns_beside_reading_ahead_get_the_right_cache(opened: Opened, seed: in
             else:
                 agent.store.save(make_turn(agent, agent.open(), make_transcript((*history, 4)), None))
             assert store.ram_cache.n_bytes <= store.ram_cache.max_bytes
-        store.read_ahead(names)
-        settle(store)
+        read(store, names)
         assert counted_bytes(store) == store.ram_cache.n_bytes
         for name, entry in store.ram_cache._entries.items():
             assert entry.version == agents[name].open().number

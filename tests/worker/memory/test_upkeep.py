@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.wait import wait_for
 from tests.worker.memory.agents import (
     Agent,
-    FastDisk,
     call_of_session,
     disk_bytes,
     files_below,
     ids,
+    open_store,
     problems_of,
     rows,
     tidy,
@@ -47,7 +48,7 @@ def _no_rests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[AgentCacheStore]:
-    with closing(AgentCacheStore(tmp_path, files=FastDisk())) as store:
+    with closing(open_store(tmp_path)) as store:
         yield store
 
 
@@ -66,13 +67,6 @@ def age(path: Path, seconds: float) -> None:
     os.utime(path, (time.time() - seconds,) * 2)
 
 
-def wait_until(is_so: Any) -> None:
-    end = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_uses_and_ends_of_jobs_are_written_although_no_turn_comes(store: AgentCacheStore) -> None:
     agent = Agent(store)
     agent.say(LONG[:10])
@@ -80,7 +74,7 @@ def test_uses_and_ends_of_jobs_are_written_although_no_turn_comes(store: AgentCa
     agent.restore(LONG[:20])
     store.ended("agent", Delivery("job-1", "2024-01-01T00:00:00Z"), remember_s=-1.0)
     store.start_upkeep()
-    wait_until(lambda: rows(store, "SELECT count(*) FROM deliveries") == [(0,)])
+    wait_for(lambda: rows(store, "SELECT count(*) FROM deliveries") == [(0,)])
     assert last_used(store, "agent") > before
 
 
@@ -104,9 +98,9 @@ def test_a_disk_that_refuses_is_one_line_in_the_log_and_one_when_it_takes_again(
                 store.mark_unsaved(agent.name)
         tries = count()
         monkeypatch.setattr(store._upkeep, "tidy", partial(_counted, tries, store._upkeep.tidy))
-        wait_until(lambda: next(tries) > 50)
+        wait_for(lambda: next(tries) > 50)
         files.arm(1, 0)
-        wait_until(lambda: "outage over" in caplog.text)
+        wait_for(lambda: "outage over" in caplog.text)
     lines = [record.message for record in caplog.records if "cache missed" not in record.message]
     assert [line.partition(":")[0] for line in lines] == ["outage begins", "outage over"]
 
@@ -117,12 +111,12 @@ def _counted(tries: "count[int]", tidy: Callable[[], Iterator[None]]) -> Iterato
 
 
 def test_uses_and_ends_of_jobs_are_written_when_the_store_is_closed(tmp_path: Path) -> None:
-    with closing(AgentCacheStore(tmp_path, files=FastDisk())) as store:
+    with closing(open_store(tmp_path)) as store:
         for name in "ab":
             Agent(store, name).say(LONG[:10])
         Agent(store, "a").restore(LONG[:20])
         store.ended("b", Delivery("job-1", "2024-01-01T00:00:00Z"), remember_s=-1.0)
-    with closing(AgentCacheStore(tmp_path, files=FastDisk())) as store:
+    with closing(open_store(tmp_path)) as store:
         assert last_used(store, "a") > last_used(store, "b")
         one_round(store)
         assert rows(store, "SELECT agent_id FROM deliveries JOIN agents ON number = agent") == [("a",)]
@@ -136,42 +130,33 @@ def test_what_is_written_later_never_grows_beyond_a_bound_without_upkeep(store: 
 
 
 def test_agents_unused_for_longer_than_their_ttl_are_removed_with_their_files(tmp_path: Path) -> None:
-    with closing(AgentCacheStore(tmp_path, files=FastDisk(), agent_ttl_s=HOUR_S)) as store:
-        for name in ("old", "read today", "busy", "waiting", "new"):
+    names = ["old", "read today", "busy", "waiting", "waiting elsewhere", "new"]
+    with closing(open_store(tmp_path, agent_ttl_s=HOUR_S)) as store:
+        for name in names:
             Agent(store, name).say(LONG[:300], ids(10, seed=len(name)))
         set_used(store, "UPDATE agents SET used_clock_s = used_clock_s - 3700 WHERE agent_id != 'new'")
         one_round(store)  # nobody knows yet who has work
         store.pin(frozenset({"busy"}), frozenset({"waiting"}), is_all=False)
         one_round(store)
-        assert all(Agent(store, name).open().number for name in ("old", "read today", "busy", "waiting", "new"))
+        assert all(Agent(store, name).open().number for name in names)
         store.pin(frozenset({"busy"}), frozenset({"waiting"}))
+        store.order_by(lambda agent_id: (0, 7) if agent_id == "waiting elsewhere" else (1, 0))
         Agent(store, "read today").restore(LONG[:300])
         one_round(store)
-        assert [Agent(store, name).open().number for name in ("old", "busy", "waiting", "new")] == [0, 1, 1, 1]
-        assert Agent(store, "read today").open().number == 1
-        assert len(list(tmp_path.rglob("*-tail.safetensors"))) == 4
+        assert [name for name in names if Agent(store, name).open().number] == names[1:]
+        assert len(list(tmp_path.rglob("*-tail.safetensors"))) == 5
         store.pin(NOBODY, NOBODY)
         one_round(store)
-        assert {row[0] for row in rows(store, "SELECT agent_id FROM agents")} == {"read today", "new"}
+        left = {row[0] for row in rows(store, "SELECT agent_id FROM agents")}
+        assert left == {"read today", "waiting elsewhere", "new"}
         assert problems_of(store) == []
-
-
-def test_an_agent_whose_jobs_wait_and_do_not_come_up_here_is_not_removed(tmp_path: Path) -> None:
-    with closing(AgentCacheStore(tmp_path, files=FastDisk(), agent_ttl_s=HOUR_S)) as store:
-        for name in ("old", "waiting"):
-            Agent(store, name).say(LONG[:300])
-        set_used(store, "UPDATE agents SET used_clock_s = used_clock_s - 3700")
-        store.pin(NOBODY, NOBODY)
-        store.order_by(lambda agent_id: (0, 7) if agent_id == "waiting" else (1, 0))
-        one_round(store)
-        assert [Agent(store, name).open().number for name in ("old", "waiting")] == [0, 1]
 
 
 def test_no_agent_is_removed_for_what_the_clock_of_the_machine_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = time.time()
-    with closing(AgentCacheStore(tmp_path, files=FastDisk(), agent_ttl_s=HOUR_S)) as store:
+    with closing(open_store(tmp_path, agent_ttl_s=HOUR_S)) as store:
         store.pin(NOBODY, NOBODY)
         Agent(store, "before").say(LONG[:10])
         for name, now in (("2001", 1e9), ("ahead", right + 60 * 86_400), ("right", right)):
@@ -192,7 +177,7 @@ def test_the_time_for_which_workers_have_run_is_added_up_over_their_lives(
     def run_for(minutes: int, *, used: str) -> set[str]:
         nonlocal boot_s
         boot_s += 12_345.0  # each life has its own monotonic clock, and is down for months
-        with closing(AgentCacheStore(tmp_path, files=FastDisk(), agent_ttl_s=HOUR_S)) as store:
+        with closing(open_store(tmp_path, agent_ttl_s=HOUR_S)) as store:
             store._upkeep._ticked_at = boot_s
             store.pin(NOBODY, NOBODY)
             Agent(store, used).say(LONG[:10])
@@ -209,7 +194,7 @@ def test_the_time_for_which_workers_have_run_is_added_up_over_their_lives(
 def test_a_leap_of_the_clock_that_should_not_leap_removes_no_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with closing(AgentCacheStore(tmp_path, files=FastDisk(), agent_ttl_s=HOUR_S)) as store:
+    with closing(open_store(tmp_path, agent_ttl_s=HOUR_S)) as store:
         store.pin(NOBODY, NOBODY)
         Agent(store).say(LONG[:10])
         for leap_s in (1e7, -1e9, 1e12):
@@ -220,10 +205,10 @@ def test_a_leap_of_the_clock_that_should_not_leap_removes_no_agent(
 
 def test_a_worker_of_seconds_counts_its_seconds(tmp_path: Path) -> None:
     for _ in range(2):
-        with closing(AgentCacheStore(tmp_path, files=FastDisk())) as store:
+        with closing(open_store(tmp_path)) as store:
             store._upkeep._ticked_at -= 5.0
             store.start_upkeep()
-    with closing(AgentCacheStore(tmp_path, files=FastDisk())) as store:
+    with closing(open_store(tmp_path)) as store:
         assert 10 <= rows(store, "SELECT clock_s FROM store")[0][0] < 60
 
 
@@ -335,19 +320,19 @@ def test_a_round_that_fails_does_not_end_the_thread(
     monkeypatch.setattr(upkeep, "_WALK_EVERY_S", 0.0)
     monkeypatch.setattr(upkeep, "cache_folders", no_folders)
     store.start_upkeep()
-    wait_until(lambda: len(rounds) > 2)
+    wait_for(lambda: len(rounds) > 2)
     assert "disk away" in caplog.text
     assert "a bug" in caplog.text
 
 
 def with_a_damaged_answer(folder: Path, **options: Any) -> AgentCacheStore:
     """A store with an expired answer that SQLite refuses to remove."""
-    with closing(AgentCacheStore(folder, files=FastDisk())) as store:
+    with closing(open_store(folder)) as store:
         Agent(store, "answered").say(LONG[:10])
         store.parts.database.commit(lambda connection: connection.execute("UPDATE deliveries SET expires = 1.5"))
         ((result,),) = rows(store, "SELECT result FROM deliveries")
     spoil(folder, result.encode(), struct.pack(">d", 1.5))
-    return AgentCacheStore(folder, files=FastDisk(), **options)
+    return open_store(folder, **options)
 
 
 def test_a_damaged_answer_keeps_no_cache_from_eviction_and_no_agent_from_its_end(tmp_path: Path) -> None:
@@ -373,7 +358,7 @@ def test_what_stops_one_part_of_the_upkeep_stops_no_other(tmp_path: Path) -> Non
         age(orphan, 700)
         store.pin(NOBODY, NOBODY)
         store.start_upkeep()
-        wait_until(lambda: not orphan.exists())
+        wait_for(lambda: not orphan.exists())
         assert rows(store, "SELECT agent_id FROM agents") == [("answered",)]
 
 
@@ -383,7 +368,7 @@ def set_used(store: AgentCacheStore, sql: str) -> None:
 
 
 def test_an_agent_that_cannot_be_removed_keeps_no_other_from_it(tmp_path: Path) -> None:
-    with closing(AgentCacheStore(tmp_path, files=FastDisk(), agent_ttl_s=HOUR_S)) as store:
+    with closing(open_store(tmp_path, agent_ttl_s=HOUR_S)) as store:
         damaged = [f"damaged {number}" for number in range(20)]  # more than are removed at once
         for name in (*damaged, "old"):
             Agent(store, name).say(LONG[:10])
@@ -397,7 +382,7 @@ def test_an_agent_that_cannot_be_removed_keeps_no_other_from_it(tmp_path: Path) 
 
 @pytest.mark.parametrize("damage", ["piece_bytes = 'z'", "last_block = 'zz'"])
 def test_a_damaged_size_stops_no_turn_of_another_agent_and_no_eviction(tmp_path: Path, damage: str) -> None:
-    with closing(AgentCacheStore(tmp_path, files=FastDisk(), max_bytes=200_000)) as store:
+    with closing(open_store(tmp_path, max_bytes=200_000)) as store:
         for name in ("damaged", "idle", "busy"):
             Agent(store, name).say(ids(600, seed=len(name)))
         set_used(store, f"UPDATE agents SET {damage} WHERE agent_id = 'damaged'")
@@ -423,12 +408,12 @@ def test_a_note_that_a_damaged_row_refuses_takes_no_other_with_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     names = ["first", "damaged", "last"]
-    with closing(AgentCacheStore(tmp_path, files=FastDisk())) as store:
+    with closing(open_store(tmp_path)) as store:
         for name in names:
             Agent(store, name).say(LONG[:10])
         before = {name: last_used(store, name) for name in names}
     spoil(tmp_path, b"damaged" + database.key_of("damaged"), struct.pack(">d", before["damaged"]))
-    with closing(AgentCacheStore(tmp_path, files=FastDisk())) as store:
+    with closing(open_store(tmp_path)) as store:
         for name in names:
             Agent(store, name).restore(LONG[:20])
         for _ in range(2):
