@@ -273,7 +273,7 @@ def problems_of(store: AgentCacheStore) -> list[str]:
 
 
 def restore_of_session(
-    store: AgentCacheStore,
+    store: CacheStorePort,
     prompt: Sequence[int],
     *,
     session: str = "s",
@@ -285,7 +285,7 @@ def restore_of_session(
 
 
 def call_of_session(
-    store: AgentCacheStore,
+    store: CacheStorePort,
     prompt: Sequence[int],
     answer: Sequence[int] = (),
     *,

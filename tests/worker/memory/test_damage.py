@@ -30,6 +30,7 @@ from stoker_shared.errors import AgentTranscriptUnreadable
 from stoker_worker.memory import transcripts
 from stoker_worker.memory.admin.salvage import salvage
 from stoker_worker.memory.agent_changes import exists, forget_agent
+from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.memory.cache_index import HAS_CACHE
 from stoker_worker.memory.database import NAME, key_of
 from stoker_worker.memory.store_parts import opened
@@ -51,16 +52,9 @@ def agent(tmp_path: Path) -> Agent:
     return agent
 
 
-def blocks_of(agent: Agent, tmp_path: Path) -> list[Path]:
+def blocks_of(agent: Agent) -> tuple[Path, ...]:
     """The agent's two blocks, in order."""
-    by_parent = {}
-    for path in (tmp_path / "blocks").rglob("*.safetensors"):
-        text = path.read_bytes().decode("latin-1")
-        if ",".join(map(str, LONG[:256])) in text:
-            by_parent[0] = path
-        elif ",".join(map(str, LONG[256:512])) in text:
-            by_parent[1] = path
-    return [by_parent[0], by_parent[1]]
+    return BlockChain(agent.model.fingerprint, None, LONG[:512]).paths(agent.store.parts.blocks.path_of)
 
 
 def tail_of(agent: Agent, name: str = "agent") -> Path:
@@ -86,9 +80,9 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("block", [0, 1])
 def test_a_damaged_block_is_a_miss_from_there_and_is_written_anew(
-    agent: Agent, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str, block: int
+    agent: Agent, caplog: pytest.LogCaptureFixture, damage: str, block: int
 ) -> None:
-    path = blocks_of(agent, tmp_path)[block]
+    path = blocks_of(agent)[block]
     DAMAGES[damage](path)
     restored = agent.restore(NEXT)
     assert (restored.prefix.n_tokens if restored.prefix else 0) == 256 * block
@@ -117,8 +111,8 @@ def test_a_missing_piece_is_a_named_miss(agent: Agent, tmp_path: Path) -> None:
     tail = tail_of(agent)
     for path, left, reason in (
         (tail, 512, "tail_missing"),
-        (blocks_of(agent, tmp_path)[1], 256, "block_missing"),
-        (blocks_of(agent, tmp_path)[0], 0, "block_missing"),
+        (blocks_of(agent)[1], 256, "block_missing"),
+        (blocks_of(agent)[0], 0, "block_missing"),
     ):
         path.unlink()
         assert agent.cached(NEXT) == left
@@ -140,7 +134,7 @@ def test_a_missing_piece_is_a_named_miss(agent: Agent, tmp_path: Path) -> None:
 def test_another_piece_in_the_place_of_one_is_foreign_and_never_loaded(
     agent: Agent, tmp_path: Path, whose: str, left: int, reason: str
 ) -> None:
-    first, second = blocks_of(agent, tmp_path)
+    first, second = blocks_of(agent)
     Agent(agent.store, "agent of b", model=make_model("b")).say(LONG[:256])
     (of_b,) = (tmp_path / "blocks" / make_model("b").fingerprint[:16]).rglob("*.safetensors")
     pieces = {0: (of_b, first), 256: (first, second), 512: (tail_of(agent, "neighbour"), tail_of(agent))}
@@ -153,7 +147,7 @@ def test_another_piece_in_the_place_of_one_is_foreign_and_never_loaded(
 def test_a_turn_that_goes_on_from_a_damaged_row_of_a_block_is_saved_without_its_cache(
     agent: Agent, tmp_path: Path
 ) -> None:
-    address = bytes.fromhex(blocks_of(agent, tmp_path)[1].stem)
+    address = bytes.fromhex(blocks_of(agent)[1].stem)
     ((parent,),) = rows(agent.store, "SELECT parent FROM blocks WHERE address = ?", address)
     agent.store.close()
     at = (tmp_path / NAME).read_bytes().index(address + parent)
@@ -167,19 +161,14 @@ def test_a_turn_that_goes_on_from_a_damaged_row_of_a_block_is_saved_without_its_
     assert agent.cached((*LONG, 1)) == 512
 
 
-def row_of_block(agent: Agent, path: Path) -> tuple[bytes, bytes]:
-    """How its row begins in the database, and its last column there, the address of the block before it."""
-    (row,) = rows(agent.store, "SELECT address, parent FROM blocks WHERE address = ?", bytes.fromhex(path.stem))
-    return b"".join(row), row[1]
-
-
 def test_a_damaged_row_of_a_block_keeps_no_other_from_eviction(
     agent: Agent, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    damaged = blocks_of(agent, tmp_path)[0]
-    row = row_of_block(agent, damaged)
+    damaged = blocks_of(agent)[0]
+    address = bytes.fromhex(damaged.stem)
+    ((parent,),) = rows(agent.store, "SELECT parent FROM blocks WHERE address = ?", address)
     agent.store.close()
-    spoil(tmp_path, *row)
+    spoil(tmp_path, address + parent, parent)
     agent.store = open_store(tmp_path)
     agent.store.budget.max_bytes = 1
     for _ in range(2):

@@ -21,9 +21,7 @@ from tests.worker.memory.agents import (
 from stoker_worker.memory.blocks import BlockChain, CachePiece
 from stoker_worker.memory.ram_cache import RamCacheEntry
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.ports import (
-    SequenceCache,
-)
+from stoker_worker.ports import SequenceCache
 
 LONG = ids(1500)
 PLENTY = 1 << 30
@@ -102,8 +100,7 @@ def test_every_byte_kept_alive_is_counted() -> None:
     assert cache.n_bytes == base.nbytes + 2 * 100 * 4 * 4
 
 
-def test_a_prompt_that_is_never_saved_leaves_the_longer_cache(tmp_path: Path) -> None:
-    """A prompt that turns away early and is never saved leaves the longer cache where it is."""
+def test_a_prompt_that_turns_away_early_and_is_never_saved_leaves_the_longer_cache(tmp_path: Path) -> None:
     agent = Agent(open_store(tmp_path))
     agent.say(LONG[:600])
     assert source_of(agent, (*LONG[:100], 1, 2)) == ("memory", 100)

@@ -18,6 +18,7 @@ from tests.worker.memory.agents import (
     ids,
     make_model,
     open_store,
+    problems_of,
     reopen,
     restore_of_session,
     rows,
@@ -30,7 +31,6 @@ from stoker_worker.memory.admin.backup import back_up
 from stoker_worker.memory.admin.backup import restore as bring_back
 from stoker_worker.memory.admin.listing import Page, count_agents, list_agents
 from stoker_worker.memory.admin.salvage import salvage
-from stoker_worker.memory.admin.verify import verify_store
 from stoker_worker.memory.replica.bucket import Bucket
 from stoker_worker.memory.replica.sharing import share
 from stoker_worker.memory.sessions import MOST_CONVERSATIONS, remove_session
@@ -88,7 +88,7 @@ def test_no_agent_comes_of_it(tmp_path: Path) -> None:
         assert count_agents(connection, Page()) == 1
     for page in (Page(), Page(match="*"), Page(sort="size")):
         assert [len(lines) for lines in list_agents(store.parts.database.snapshot, page)] == [1]
-    assert list(verify_store(store.parts)) == []
+    assert problems_of(store) == []
 
 
 def test_side_calls_keep_what_is_theirs(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_the_cache_used_longest_ago_is_evicted_first_of_agents_and_sessions(tmp_
         store.budget.free(1 << 40)
         assert files_below(tmp_path / "blocks") == files_below(tmp_path / "pieces") == []
         assert call(store, LONG[:1200]) == (0, "evicted")
-        assert list(verify_store(store.parts)) == []
+        assert problems_of(store) == []
 
 
 def test_a_session_goes_when_it_was_unused_for_long_and_its_agents_stay(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_session_goes_when_it_was_unused_for_long_and_its_agents_stay(tmp_path
         assert conversations(store) == 1
         assert Agent(store).cached(LONG[:310]) == 300
         assert len(files_below(tmp_path / "blocks")) == 1
-        assert list(verify_store(store.parts)) == []
+        assert problems_of(store) == []
 
 
 def test_a_session_without_cache_goes_after_an_hour(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_one_session_is_removed_and_the_others_stay(tmp_path: Path) -> None:
     assert remove_session(store.parts, "s") == (0, 0)
     assert conversations(store) == 1
     assert len(files_below(tmp_path / "blocks")) == 1
-    assert list(verify_store(store.parts)) == []
+    assert problems_of(store) == []
     assert call(store, LONG[:800]) == (256, None)
 
 
@@ -235,7 +235,7 @@ def test_calls_that_go_on_with_one_conversation_at_the_same_time_are_all_kept(tm
     assert [call(store, (*fork, 1)) for fork in forks] == [(800, None)] * 4
     walk(store)
     assert len(files_below(tmp_path / "pieces")) == conversations(store) == 4
-    assert list(verify_store(store.parts)) == []
+    assert problems_of(store) == []
 
 
 @pytest.mark.parametrize("when", ["during a look", "after a look"])
@@ -273,7 +273,7 @@ def test_a_crash_before_the_rows_are_written_leaves_what_was_kept(
     assert call(store, LONG[:950]) == (768, None)  # the blocks were there already
     walk(store)
     assert call(store, LONG[:990]) == (950, None)
-    assert list(verify_store(store.parts)) == []
+    assert problems_of(store) == []
 
 
 def test_a_walk_finds_nothing_to_remove(tmp_path: Path) -> None:
@@ -299,13 +299,13 @@ def test_a_restored_or_salvaged_store_has_its_agents_and_no_sessions(tmp_path: P
         assert conversations(store) == 0
         assert Agent(store).cached(LONG[:310]) == 300
         call(store, OTHER[:700])
-        assert list(verify_store(store.parts)) == []
+        assert problems_of(store) == []
     done = salvage(folder)
     assert (done.whole, dict(done.refused), dict(done.lost)) == (1, {}, {})
     with closing(open_store(folder)) as store:
         assert conversations(store) == 0
         assert Agent(store).cached(LONG[:310]) == 300
-        assert list(verify_store(store.parts)) == []
+        assert problems_of(store) == []
 
 
 def test_a_store_of_sessions_alone_has_no_agents_to_share(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from tests.worker.memory.agents import (
 )
 from tests.worker.memory.test_damage import DAMAGES
 
+from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.ports import SequenceCache
 from stoker_worker.ports.memory import common_length
 
@@ -189,12 +190,9 @@ def test_a_snapshot_needs_all_the_kv_before_it(tmp_path: Path, version: int, lef
     layers, snapshots = cache_of(LONG[:900], agent.model), snapshots_of(LONG, [699, 900], agent.model)
     agent.store.save(make_turn(agent, agent.open(), make_transcript(LONG[:900]), SequenceCache(900, layers, snapshots)))
     assert agent.cached((*LONG[:900], 1)) == 900
+    blocks = BlockChain(HYBRID.fingerprint, None, LONG).paths(agent.store.parts.blocks.path_of)
     for index in (2, 1)[:version]:
-        DAMAGES["data"](next(path for path in files_below(tmp_path / "blocks") if block_of(path, index)))
+        DAMAGES["data"](blocks[index])
     restored = agent.restore((*LONG[:900], 1))
     assert (restored.prefix.n_tokens if restored.prefix else 0) == left
     assert restored.miss_reason == "block_corrupt"
-
-
-def block_of(path: Path, index: int) -> bool:
-    return ",".join(map(str, LONG[256 * index : 256 * (index + 1)])).encode() in path.read_bytes()

@@ -10,6 +10,7 @@ import re
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +113,8 @@ def test_a_stranger_reads_blocks_and_snapshots(tmp_path: Path, store_dtype: Stor
 
 
 def rows(store: Path, sql: str) -> list[Any]:
-    database = sqlite3.connect(f"file:{store / 'agents.db'}?mode=ro", uri=True)
-    try:
+    with closing(sqlite3.connect(f"file:{store / 'agents.db'}?mode=ro", uri=True)) as database:
         return database.execute(sql).fetchall()
-    finally:
-        database.close()
 
 
 def printed(store: Path, agent_id: str) -> str:

@@ -6,18 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.worker.memory.agents import (
-    MODEL,
-    Agent,
-    files_below,
-    ids,
-    open_store,
-    reopen,
-)
+from tests.worker.memory.agents import MODEL, Agent, files_below, ids, open_store, reopen
 
 from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict
-from stoker_worker.memory import transcripts
-from stoker_worker.memory.database import Connection
+from stoker_worker.memory.agent_changes import forget_agent
 from stoker_worker.memory.lookup import n_readers
 from stoker_worker.memory.store_parts import opened
 
@@ -45,29 +37,6 @@ def test_a_turn_that_comes_too_late_changes_no_file(tmp_path: Path) -> None:
     assert agent.cached(LONG[:300]) == 299
 
 
-def test_an_agent_that_another_process_removed_is_made_anew(tmp_path: Path) -> None:
-    agent = Agent(open_store(tmp_path))
-    agent.say(LONG[:300])
-    late = agent.turn(LONG[:310])
-    remove_beside(tmp_path, "agent")
-    assert (agent.open().number, agent.tokens()) == (0, ())
-    with pytest.raises(AgentVersionConflict, match="is at version 0, the turn continues 1"):
-        agent.store.save(late)
-    assert agent.say(LONG[:5]) == 1
-
-
-def remove_beside(folder: Path, agent_id: str) -> None:
-    """As a command does while the worker runs."""
-    with opened(folder) as parts:
-
-        def change(connection: Connection) -> None:
-            row = transcripts.find_agent(connection, agent_id)
-            assert row is not None
-            transcripts.delete_agent(connection, row)
-
-        parts.database.commit(change)
-
-
 def test_a_lost_turn_is_noted_in_the_store_and_not_in_the_worker(tmp_path: Path) -> None:
     agent = Agent(open_store(tmp_path))
     agent.say(LONG[:300])
@@ -79,7 +48,8 @@ def test_a_lost_turn_is_noted_in_the_store_and_not_in_the_worker(tmp_path: Path)
             agent.store.open_agent(name)
         assert refused.value.usable.number == number
     agent.store.mark_unsaved("agent")
-    remove_beside(tmp_path, "agent")
+    with opened(tmp_path) as parts:  # as a command does while the worker runs
+        forget_agent(parts, "agent")
     assert agent.open().number == 0
     assert agent.say(LONG[:5]) == 1
 

@@ -14,6 +14,7 @@ from tests.worker.memory.agents import (
     FastDisk,
     ask,
     cache_of,
+    call_of_session,
     checked,
     delivery,
     ids,
@@ -76,12 +77,6 @@ def saved_late(store: CacheStorePort, turn: Turn) -> Mapping[str, Any] | None:
 
 
 # --- turns ---
-
-
-def test_an_unknown_agent_is_at_version_0(store: CacheStorePort) -> None:
-    agent = store.open_agent("nobody")
-    assert (agent.number, agent.transcript) == (0, None)
-    assert store.answer("nobody", delivery()) is None
 
 
 def test_every_turn_is_the_next_version_and_answers_its_delivery(store: CacheStorePort) -> None:
@@ -310,17 +305,11 @@ def test_a_call_of_a_session_finds_all_of_the_call_that_it_goes_on_with(store: C
         restored = store.restore(prompt, agent=None, model=model, salt=salt, session=session)
         return restored.prefix.n_tokens if restored.prefix else 0
 
-    def call(prompt: tuple[int, ...], answer: tuple[int, ...]) -> int:
-        found, token_ids = cached(prompt), (*prompt, *answer)
-        cache = SequenceCache(len(token_ids), cache_of(token_ids))
-        store.save_session("s", token_ids, cache, prompt_tokens=len(prompt), model=MODEL, salt=None)
-        return found
-
     other = ids(100, seed=5)
-    assert call(LONG[:600], LONG[600:650]) == 0
-    assert call(other, (1, 2, 3)) == 0
-    assert call(LONG[:700], LONG[700:720]) == 650
-    assert call((*other, 1, 2, 3, 4), ()) == 103
+    assert call_of_session(store, LONG[:600], LONG[600:650])[0] == 0
+    assert call_of_session(store, other, (1, 2, 3))[0] == 0
+    assert call_of_session(store, LONG[:700], LONG[700:720])[0] == 650
+    assert call_of_session(store, (*other, 1, 2, 3, 4))[0] == 103
     assert cached(LONG[:800]) == 720
     assert cached(LONG[:800], session="t") == cached(LONG[:800], session=None) == 512
     assert cached(LONG[:800], salt="other") == cached(LONG[:800], model=make_model("b")) == 0

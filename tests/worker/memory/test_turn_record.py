@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import sqlite3
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -88,13 +89,10 @@ def make_record(base: Transcript | None, new: Transcript, version: int = 1, **fi
 
 
 def through_database(row: tuple[Any, ...]) -> tuple[Any, ...]:
-    connection = sqlite3.connect(":memory:")
-    try:
+    with closing(sqlite3.connect(":memory:")) as connection:
         connection.execute(f"CREATE TABLE turns ({COLUMNS})")
         connection.execute(f"INSERT INTO turns VALUES (?{', ?' * (len(row) - 1)})", row)
         return tuple(connection.execute("SELECT * FROM turns").fetchone())
-    finally:
-        connection.close()
 
 
 def exact(transcript: Transcript) -> object:

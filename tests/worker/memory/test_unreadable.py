@@ -32,14 +32,10 @@ def instead(path: Path, make: Callable[[Path], object]) -> Iterator[None]:
     aside.rename(path)
 
 
-def a_loop(path: Path) -> None:
-    path.symlink_to(path.name)
-
-
 KINDS: dict[str, Callable[[Path], AbstractContextManager[None]]] = {
     "no permission": lambda path: unreadable(path, errno.EACCES),
     "I/O error": lambda path: unreadable(path, errno.EIO),
-    "a loop": lambda path: instead(path, a_loop),
+    "a loop": lambda path: instead(path, lambda place: place.symlink_to(place.name)),
     "a file": lambda path: instead(path, Path.touch),
     "a folder": lambda path: instead(path, Path.mkdir),
 }

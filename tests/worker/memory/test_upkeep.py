@@ -4,12 +4,12 @@ import os
 import shutil
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from tests.support.wait import wait_for
@@ -96,18 +96,13 @@ def test_a_disk_that_refuses_is_one_line_in_the_log_and_one_when_it_takes_again(
             store.ended(agent.name, Delivery("job-1", ""), remember_s=HOUR_S)  # to be noted
             with pytest.raises(OSError, match=r"No space"):
                 store.mark_unsaved(agent.name)
-        tries = count()
-        monkeypatch.setattr(store._upkeep, "tidy", partial(_counted, tries, store._upkeep.tidy))
-        wait_for(lambda: next(tries) > 50)
+        tidy = Mock(wraps=store._upkeep.tidy)
+        monkeypatch.setattr(store._upkeep, "tidy", tidy)
+        wait_for(lambda: tidy.call_count > 25)
         files.arm(1, 0)
         wait_for(lambda: "outage over" in caplog.text)
     lines = [record.message for record in caplog.records if "cache missed" not in record.message]
     assert [line.partition(":")[0] for line in lines] == ["outage begins", "outage over"]
-
-
-def _counted(tries: "count[int]", tidy: Callable[[], Iterator[None]]) -> Iterator[None]:
-    next(tries)
-    return tidy()
 
 
 def test_uses_and_ends_of_jobs_are_written_when_the_store_is_closed(tmp_path: Path) -> None:
