@@ -11,10 +11,8 @@ from tests.worker.memory.agents import (
     Agent,
     ArrayRoom,
     FastDisk,
-    files_below,
     ids,
     make_model,
-    problems_of,
     with_rooms,
 )
 
@@ -35,21 +33,6 @@ def open_store(folder: Path, memory_max_bytes: int = PLENTY) -> AgentCacheStore:
 def source_of(agent: Agent, prompt: tuple[int, ...]) -> tuple[str, int]:
     restored = agent.restore(prompt)
     return restored.source, restored.prefix.n_tokens if restored.prefix else 0
-
-
-def test_the_next_turn_reads_no_file(tmp_path: Path) -> None:
-    agent = Agent(open_store(tmp_path))
-    history: tuple[int, ...] = ()
-    for number, new in enumerate((300, 1, 512, 40)):
-        history += ids(new, seed=number)
-        agent.say(history, ids(20, seed=number))
-        history = agent.tokens()
-        for path in [*files_below(tmp_path / "blocks"), *tmp_path.rglob("*-tail.*")]:
-            path.rename(path.with_suffix(".away"))
-        assert source_of(agent, (*history, 1, 2)) == ("memory", len(history))
-        for path in tmp_path.rglob("*.away"):
-            path.rename(path.with_suffix(".safetensors"))
-    assert problems_of(agent.store) == []
 
 
 def test_a_cache_read_from_disk_stays_in_ram_without_a_copy(tmp_path: Path) -> None:
