@@ -1,25 +1,17 @@
 """What tests of several workers on one queue do with each of them."""
 
-import time
 from collections.abc import Iterable, Sequence
 
 from redis import Redis
+from tests.support.wait import wait_for
 from tests.worker.queue.ends import finish
 
 from stoker_shared.wire import LAST_KEY, LEASE_KEY
 from stoker_worker.ports import Busy, ClaimedJob
-from stoker_worker.queue.in_flight import JobsInFlight
-from stoker_worker.queue.registration import RqRegistration, member_of
+from stoker_worker.queue.registration import member_of
 from stoker_worker.queue.rq_queue import RqQueue
 
 TTL_S = 0.3
-
-
-def registration(connection: Redis) -> RqRegistration:
-    """Of a worker that serves `generate`, and was not signed on."""
-    return RqRegistration(
-        ["generate"], connection, name="stoker-me-00000000", worker_ttl_s=60, heartbeat_s=1, in_flight=JobsInFlight()
-    )
 
 
 def claim(queue: RqQueue, limit: int = 16) -> list[ClaimedJob]:
@@ -27,22 +19,18 @@ def claim(queue: RqQueue, limit: int = 16) -> list[ClaimedJob]:
     return queue.claim(limit, Busy().beside(job.memory_use for job in queue.in_flight()))
 
 
-def claim_within(queue: RqQueue, within_s: float = 20.0) -> list[ClaimedJob]:
+def claim_within(queue: RqQueue) -> list[ClaimedJob]:
     """Claims until there is something, as a fetcher does again and again."""
-    end = time.monotonic() + within_s
-    while not (found := claim(queue)):
-        assert time.monotonic() < end, "nothing to claim"
-        time.sleep(0.02)
-    return found
+    return wait_for(lambda: claim(queue), 20, lambda: "nothing to claim")
 
 
 def ids(jobs: Sequence[ClaimedJob]) -> list[str]:
     return [job.job_id for job in jobs]
 
 
-def last_of(connection: Redis, agent_id: str, queue: str = "generate") -> str:
+def last_of(connection: Redis, agent_id: str) -> str:
     """The member that made the agent's newest version, and its number."""
-    worker, _, number = (connection.hget(LAST_KEY.format(queue=queue), agent_id) or b"").decode().partition(" ")
+    worker, _, number = (connection.hget(LAST_KEY.format(queue="generate"), agent_id) or b"").decode().partition(" ")
     return f"{member_of(worker)} {number}" if worker else ""
 
 
@@ -67,9 +55,5 @@ def impatient(queue: RqQueue) -> RqQueue:
     return queue
 
 
-def recovered(queue: RqQueue, within_s: float = 20.0) -> int:
-    end = time.monotonic() + within_s
-    while not (found := queue.recover()):
-        assert time.monotonic() < end, "nothing recovered"
-        time.sleep(0.02)
-    return found
+def recovered(queue: RqQueue) -> int:
+    return wait_for(queue.recover, 20, lambda: "nothing recovered")

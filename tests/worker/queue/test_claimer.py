@@ -3,10 +3,7 @@
 import json
 
 import pytest
-from rq import Queue
-from rq.serializers import JSONSerializer
 
-from stoker_shared.wire import TASK_PATH
 from stoker_worker.ports import Busy
 from stoker_worker.queue.waiting import _READING
 
@@ -18,23 +15,10 @@ def claimer(make_claimer):
     return make_claimer()
 
 
-def waiting(connection):
-    return Queue("generate", connection=connection, serializer=JSONSerializer).get_job_ids()
-
-
-def claimed(connection):
-    """In any order."""
-    return {entry.decode().partition(":")[0] for entry in connection.zrange("rq:wip:generate", 0, -1)}
-
-
 def claim(claimer, limit=10, busy=()):
     now = Busy(writing=frozenset(busy))
     claimer.read_ahead(limit, now)
-    return ids_of(claimer.claim(limit, now))
-
-
-def ids_of(granted):
-    return [one.job_id for one in granted]
+    return [granted.job_id for granted in claimer.claim(limit, now)]
 
 
 def claim_soon(claimer, **options):
@@ -46,7 +30,7 @@ def test_an_agent_behind_thousands_of_anothers_jobs_is_found(connection, produce
     producer.submit_many([{"agent_id": "greedy", "prompt": "x"}] * 1500)
     (other,) = submit("other")
     assert claim_soon(claimer, busy=["greedy"]) == [other]
-    assert len(waiting(connection)) == 1500
+    assert connection.llen("rq:queue:generate") == 1500
 
 
 def test_the_agents_of_waiting_jobs_are_known_without_a_command(connection, claimer, submit):
@@ -112,18 +96,18 @@ def test_many_canceled_jobs_in_the_middle_do_not_hold_up_the_rest(connection, cl
     assert claim(claimer) == [ids[0], ids[-1]]
 
 
-def test_an_id_enqueued_again_while_it_waits_has_the_agent_in_its_new_hash(connection, producer, claimer):
-    reads = {"agent_id": "a", "prompt": "x", "cache": "read"}
-    again, beside = (producer.submit(**reads).job_id for _ in range(2))
+def test_an_id_enqueued_again_while_it_waits_has_the_agent_in_its_new_hash(claimer, submit, enqueue):
+    again, beside = submit("a", "a", cache="read")
     assert claim(claimer, busy=["a"]) == []
-    queue = Queue("generate", connection=connection, serializer=JSONSerializer)
-    queue.enqueue(TASK_PATH, request={"agent_id": "a", "prompt": "y"}, job_id=again)
+    enqueue(again, "a", "y")
     assert claim(claimer) == [beside]
     assert claim(claimer) == [again]
 
 
 @pytest.mark.parametrize("removed", [False, True])
-def test_an_id_enqueued_again_for_another_agent_waits_behind_that_agents_jobs(connection, claimer, submit, removed):
+def test_an_id_enqueued_again_for_another_agent_waits_behind_that_agents_jobs(
+    connection, claimer, submit, enqueue, removed
+):
     (again,) = submit("a")
     (before,) = submit("b")
     assert claim(claimer, busy=["a", "b"]) == []
@@ -133,8 +117,7 @@ def test_an_id_enqueued_again_for_another_agent_waits_behind_that_agents_jobs(co
         connection.rpush("rq:queue:generate", before)
     else:
         connection.lrem("rq:queue:generate", 0, again)
-    queue = Queue("generate", connection=connection, serializer=JSONSerializer)
-    queue.enqueue(TASK_PATH, request={"agent_id": "b", "prompt": "y"}, job_id=again)
+    enqueue(again, "b", "y")
     assert claim_soon(claimer) == [before]
     assert claim(claimer) == [again]
 

@@ -12,18 +12,6 @@ pytestmark = pytest.mark.server
 TTL_S = 4.0
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
 @pytest.fixture
 def join(connection):
     def join(name, *queues, store=None):

@@ -9,36 +9,30 @@ from tests.worker.queue.looking import is_ours
 from tests.worker.queue.members import claim, claim_within, die, ids, impatient, last_of, recovered, run, turn
 
 from stoker_shared.wire import AGENT_TASK_PATH, FIELD_AGENT, FIELD_ATTEMPTS, FIELD_SAVING, HELD_KEY, LAST_KEY, TASK_PATH
-from stoker_worker.ports import Busy, LastVersion
+from stoker_worker.ports import Busy, LastVersion, Serving
 
 pytestmark = pytest.mark.server
 
 HELD, LAST = HELD_KEY.format(queue="generate"), LAST_KEY.format(queue="generate")
 
 
-class Clock:
-    now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-
 @pytest.fixture
-def clock():
-    return Clock()
+def timed(join, clock):
+    """Joins, is ready, lets all the others see it, and has patience by this clock."""
+    workers = []
 
-
-@pytest.fixture
-def timed(serve, clock):
-    """Joins, is ready, and has patience by this clock."""
-
-    def serve_timed(name, **settings):
-        queue = serve(name, **{"patience_s": 10, **settings})
+    def join_timed(name, **settings):
+        queue = join(name, **{"patience_s": 10, **settings})
+        queue.announce(Serving("m", 4096, "batched", 8, "given"))
+        workers.append(queue)
+        claim(queue, limit=0)
+        for other in workers:
+            other._members.look()
         for claimer in queue._claim_order.claimers.values():
             claimer._clock = clock
         return queue
 
-    return serve_timed
+    return join_timed
 
 
 def look(queue, limit=16):
@@ -108,17 +102,6 @@ def test_a_job_that_is_enqueued_again_while_it_runs_holds_its_agent_still(connec
     assert claim(b) == []
     run([job])
     assert ids(claim_within(b)) == [second]
-
-
-def test_a_job_that_is_given_back_comes_before_the_agents_next_one(join, submit):
-    a, b = join("a"), join("b")
-    first, second = submit("x", "x")
-    jobs = claim(a)
-    assert claim(b) == []
-    give_back(jobs, counts_as_attempt=False)
-    assert ids(claim_within(b)) == [first]
-    run(b.in_flight())
-    assert ids(claim_within(a)) == [second]
 
 
 @pytest.mark.parametrize(
