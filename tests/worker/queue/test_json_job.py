@@ -21,7 +21,7 @@ from stoker_shared.errors import (
 from stoker_shared.wire import AGENT_TASK_PATH, MAX_REQUEST_BYTES, TASK_PATH
 from stoker_worker.ports import UNUSED, MemoryUse
 from stoker_worker.queue.json_job import JsonJob
-from stoker_worker.queue.waiting import use_in, use_noted
+from stoker_worker.queue.waiting import use_in
 
 REQUEST = {"agent_id": "a", "prompt": "x"}
 
@@ -64,15 +64,6 @@ def test_a_job_about_an_agent_is_refused_with_its_fault():
     for fields, error, words in faults:
         with pytest.raises(error, match=words):
             restored(payload(AGENT_TASK_PATH, kwargs={"request": {"agent_id": "a", **fields}})).read_request()
-
-
-@pytest.mark.parametrize("context", ["full", "append"])
-def test_the_producers_note_of_a_job_is_the_use_that_its_request_has(context):
-    """Else each such job would be started, given back and claimed once more."""
-    data = payload(kwargs={"request": {**REQUEST, "context": context}})
-    assert use_noted(b"write a") == use_in(data)
-    request = restored(data).read_request()
-    assert use_noted(b"write a") == MemoryUse.of(request.access, request.agent_id)
 
 
 @contextmanager
@@ -173,8 +164,3 @@ def test_stored_bytes_that_cannot_be_read_are_kept_unchanged():
     with pytest.raises(RequestError):
         job.read_request()
     assert job.data == data
-
-
-def test_a_missing_creation_time_stays_missing():
-    assert restored(payload()).raw_created_at == ""
-    assert restored(payload(), created_at=b"2026-01-01T00:00:00.000000Z").raw_created_at.startswith("2026")
