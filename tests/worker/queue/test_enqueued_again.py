@@ -2,7 +2,6 @@
 
 import json
 from datetime import timedelta
-from typing import Any
 
 import pytest
 from rq.job import Dependency, Job, JobStatus
@@ -21,15 +20,6 @@ from stoker_worker.settings import read_settings
 pytestmark = pytest.mark.server
 
 RESULT = {"text": "done"}
-
-
-@pytest.fixture
-def enqueue(plain):
-    def enqueue(job_id, agent="a", prompt="x"):
-        request = {"agent_id": agent, "prompt": prompt}
-        return plain.enqueue_call(TASK_PATH, kwargs={"request": request}, job_id=job_id, timeout=60)
-
-    return enqueue
 
 
 @pytest.fixture
@@ -137,7 +127,7 @@ def test_a_run_ends_without_a_result_when_its_job_is_scheduled_for_later(connect
     assert places(connection, "job") == ["scheduled"]
 
 
-@pytest.mark.parametrize("how", ["enqueue_call", "raw"])
+@pytest.mark.parametrize("how", ["enqueue", "raw"])
 @pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize("seen_by", ["watch", "end", "recovery"])
 def test_a_new_delivery_replaces_the_run_and_runs_once_in_its_agents_order(
@@ -232,12 +222,11 @@ def test_an_id_that_is_used_again_for_another_request_is_another_delivery(connec
 
 @pytest.mark.parametrize("first", ["parent", "child"])
 def test_an_id_that_waited_for_a_parent_and_is_used_anew_runs_once_and_does_not_hold_up_its_parent(
-    connection, plain, queue, enqueue, first
+    connection, queue, enqueue, first
 ):
     enqueue("parent")
-    old = {"request": {"agent_id": "b", "prompt": "old"}}
     waits_for = Dependency(jobs=["parent"], allow_failure=True)
-    plain.enqueue_call(TASK_PATH, kwargs=old, job_id="child", timeout=60, depends_on=waits_for)
+    enqueue("child", "b", "old", depends_on=waits_for)
     enqueue("child", "b", "new")
     jobs = {job.job_id: job for job in claim(queue)}
     assert jobs["child"].request.prompt == "new"
@@ -283,17 +272,15 @@ def test_the_id_of_a_scheduled_or_deferred_job_in_the_queue_does_not_run_it_twic
 
 @pytest.mark.parametrize("first", ["finished", "failed", "canceled", "scheduled"])
 @pytest.mark.parametrize("other_queue", [False, True])
-def test_an_id_leaves_the_registry_of_its_previous_job(redis_url, connection, plain, first, other_queue):
+def test_an_id_leaves_the_registry_of_its_previous_job(redis_url, connection, plain, enqueue, first, other_queue):
     """Otherwise it would be both finished and failed, perhaps in two queues, and a scheduler would enqueue it again."""
-    request = {"request": {"agent_id": "a", "prompt": "x"}}
-    options: dict[str, Any] = {"job_id": "job", "timeout": 60}
     settings = read_settings({"redis_url": redis_url, "queues": "generate,second"})
     with open_queue(settings, redis_url) as opened:
         queue = opened.rq_queue
         if first == "scheduled":
-            plain.enqueue_in(timedelta(hours=1), TASK_PATH, **request, job_id="job")
+            plain.enqueue_in(timedelta(hours=1), TASK_PATH, request={"agent_id": "a", "prompt": "x"}, job_id="job")
         else:
-            plain.enqueue_call(TASK_PATH, kwargs=request, **options)
+            enqueue("job")
         if first == "canceled":
             Job.fetch("job", connection, JSONSerializer).cancel()
         elif first != "scheduled":
@@ -303,7 +290,7 @@ def test_an_id_leaves_the_registry_of_its_previous_job(redis_url, connection, pl
 
         name = "second" if other_queue else "generate"
         again = Queue(name, connection=connection, serializer=JSONSerializer)
-        again.enqueue_call(TASK_PATH, kwargs={"request": {"agent_id": "a", "prompt": "y"}}, **options)
+        again.enqueue(TASK_PATH, request={"agent_id": "a", "prompt": "y"}, job_id="job")
         (job,) = claim(queue)
         assert places(connection, "job") == ([] if other_queue else ["wip"])
         fail(job, ValueError("so"), may_retry=False) if first == "finished" else finish(job, RESULT)

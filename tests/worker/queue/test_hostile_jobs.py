@@ -24,8 +24,6 @@ from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.server
 
-DATA = '["stoker_shared.task.generate", null, [], {"request": {"prompt": "x", "max_tokens": 4}}]'
-NOW = "2026-01-01T00:00:00.000000Z"
 RESULT = {"text": "y", "cache": {"agent_version": 1, "saved": True}}
 REGISTRIES = ("finished", "failed", "canceled", "deferred", "scheduled", "ready")
 
@@ -50,16 +48,8 @@ VALUES = (
 
 
 @pytest.fixture
-def enqueue(connection):
-    def enqueue(job_id, fields=(), data=DATA):
-        key = b"rq:job:" + (job_id if isinstance(job_id, bytes) else job_id.encode())
-        times = {"created_at": NOW, "enqueued_at": NOW}
-        mapping = {"status": "queued", "origin": "generate", "data": data, **times, **dict(fields)}
-        connection.hset(key, mapping={name: value for name, value in mapping.items() if value is not None})
-        connection.rpush("rq:queue:generate", job_id)
-
-    connection.sadd("rq:queues", "rq:queue:generate")
-    return enqueue
+def enqueue(enqueue_by_hand):
+    return enqueue_by_hand
 
 
 def play(queue, connection, *, rounds=100, fails=()):
@@ -102,11 +92,11 @@ def check_that_all_ended(connection, job_ids):
 
 def test_any_value_in_any_field_costs_one_job_and_no_other(connection, queue, enqueue, caplog):
     bad, good = ["bad-no-data"], []
-    enqueue("bad-no-data", {"data": None})
+    enqueue("bad-no-data", data=None)
     for number, name in enumerate(FIELDS):
         for value in {*VALUES[number % 13 :: 13], b"5" if name in LISTS else b"x"}:
             bad.append(f"bad-{len(bad)}")
-            enqueue(bad[-1], {name: value})
+            enqueue(bad[-1], **{name: value})
         good.append(f"good-{name}")
         enqueue(good[-1])
     finished = play(queue, connection, rounds=3 * len(bad))
@@ -117,7 +107,7 @@ def test_any_value_in_any_field_costs_one_job_and_no_other(connection, queue, en
 
 @pytest.mark.parametrize("name", ["junk", "data", "meta", "created_at", "stoker_tried", "description"])
 def test_a_field_of_many_megabytes_is_not_read(connection, queue, enqueue, name):
-    enqueue("bad", {name: b"[" + bytes(20_000_000) + b"]"})
+    enqueue("bad", **{name: b"[" + bytes(20_000_000) + b"]"})
     enqueue("good")
     before = connection.info("stats")["total_net_output_bytes"]
     finished = play(queue, connection)
@@ -128,7 +118,7 @@ def test_a_field_of_many_megabytes_is_not_read(connection, queue, enqueue, name)
 
 @pytest.mark.parametrize(("name", "value"), [("retry_intervals", "5"), ("timeout", "1e300"), ("failure_ttl", "9" * 17)])
 def test_the_reason_names_the_field_and_a_retry_is_not_used_for_it(connection, queue, producer, enqueue, name, value):
-    enqueue("bad", {name: value, "retries_left": 3})
+    enqueue("bad", **{name: value, "retries_left": 3})
     assert play(queue, connection) == []
     with pytest.raises(JobFailed, match=f"PayloadRefused: the job's hash is malformed: {name}"):
         producer.ticket("bad").result(timeout_s=1)
@@ -140,7 +130,7 @@ def test_a_key_of_another_type_beside_the_hash_costs_that_job_only(connection, q
     writes = connection.set, connection.rpush, connection.sadd
     bad = [f"bad-{n}" for n in range(len(keys) * len(writes))]
     for job_id, (key, write) in zip(bad, itertools.product(keys, writes), strict=True):
-        enqueue(job_id, {"retries_left": 2, "stoker_stream": "x"})
+        enqueue(job_id, retries_left=2, stoker_stream="x")
         write(key.format(job_id), b"\xff")
     enqueue("good")
     finished = play(queue, connection, fails=() if ends == "finishes" else bad)
@@ -166,8 +156,8 @@ def test_jobs_that_are_refused_when_they_are_claimed_count_as_failed_and_dropped
 ):
     metrics = Metrics()
     enqueue("bad.id")
-    enqueue("bad-request", data=DATA.replace("max_tokens", "most_tokens"))
-    enqueue("bad-field", {"retry_intervals": "{}"})
+    enqueue("bad-request", data='["stoker_shared.task.generate", null, [], {"request": {"most_tokens": 4}}]')
+    enqueue("bad-field", retry_intervals="{}")
     enqueue("good")
     connection.rpush("rq:queue:generate", "no-job")
     settings = read_settings({"redis_url": redis_url, "lease_ttl_s": 30})
@@ -216,7 +206,7 @@ def test_a_server_that_refuses_commands_or_has_no_memory_fails_no_job(connection
 
 @pytest.mark.parametrize("value", ["-1000000", "inf", "nan", "1.5", "x", "9" * 5000, "0x7f"])
 def test_no_count_in_the_hash_lets_a_job_outlive_three_lost_workers(queue, enqueue, value):
-    enqueue("bad", {"stoker_attempts": value, "stoker_lost_alone": value})
+    enqueue("bad", stoker_attempts=value, stoker_lost_alone=value)
     for _ in range(3):
         give_back(queue.claim(1, Busy()), counts_as_attempt=True, alone=True)
     [job] = queue.claim(1, Busy())
