@@ -1,7 +1,7 @@
 """A reply hangs, or is lost while a worker registers; tests/end_to_end loses each of those of a worker that runs."""
 
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import pytest
@@ -11,7 +11,6 @@ from tests.worker.queue.ends import fail, finish, give_back
 from tests.worker.queue.looking import LEASE, places
 
 from stoker_shared.errors import OwnershipLost, RedisUnavailable
-from stoker_shared.wire import TASK_PATH
 from stoker_worker.ports import Busy
 from stoker_worker.queue.client import may_pass
 from stoker_worker.queue.rq_queue import open_queue
@@ -41,30 +40,6 @@ def queue(opened):
     return opened.rq_queue
 
 
-@pytest.fixture
-def enqueue(plain):
-    def enqueue(job_id, agent="a", **options):
-        request = {"agent_id": agent, "prompt": "x"}
-        return plain.enqueue(TASK_PATH, request=request, job_id=job_id, **options)
-
-    return enqueue
-
-
-class InBackground(threading.Thread):
-    """A call on its own thread, started at once."""
-
-    def __init__(self, call):
-        super().__init__(daemon=True)
-        self.call, self.error = call, None
-        self.start()
-
-    def run(self):
-        try:
-            self.call()
-        except Exception as error:
-            self.error = error
-
-
 def again(call):
     """Repeat the call, as the finisher and the fetcher do while Redis is away."""
     for _ in range(20):
@@ -77,8 +52,8 @@ def again(call):
     raise AssertionError("Redis never came back")
 
 
-def claim(queue, busy=frozenset()):
-    return again(lambda: queue.claim(8, Busy(writing=frozenset(busy))))
+def claim(queue):
+    return again(lambda: queue.claim(8, Busy()))
 
 
 def ends(exchange):
@@ -138,12 +113,14 @@ def test_a_worker_keeps_its_lease_while_a_reply_hangs(connection, proxy, opened,
 
     proxy.hold_back(is_the_end, LEASE_S + 0.5)
     call = {"finish": lambda: finish(job, RESULT), "give_back": lambda: give_back([job], counts_as_attempt=False)}[end]
-    start, ending, kept = time.monotonic(), InBackground(call), []
-    while ending.is_alive():
-        assert again(queue.beat)
-        kept.append(connection.exists(LEASE))
-        time.sleep(0.1)
-    assert ending.error is None
+    start, kept = time.monotonic(), []
+    with ThreadPoolExecutor(1) as background:
+        ending = background.submit(call)
+        while not ending.done():
+            assert again(queue.beat)
+            kept.append(connection.exists(LEASE))
+            time.sleep(0.1)
+    ending.result()
     assert time.monotonic() - start > LEASE_S  # the reply did hang
     assert kept
     assert all(kept)

@@ -7,30 +7,22 @@ from rq import Retry
 from rq.job import Job
 from rq.serializers import JSONSerializer
 from tests.worker.queue.ends import fail, finish
+from tests.worker.queue.members import claim
 
 from stoker_shared.errors import EngineFailed, GenerationTimedOut
-from stoker_shared.wire import TASK_PATH
-from stoker_worker.ports import Busy, SequenceProgress
+from stoker_worker.ports import SequenceProgress
 
 pytestmark = pytest.mark.server
 
 RESULT = {"text": "done"}
 
 
-def submit(producer):
-    return producer.submit(agent_id="a", prompt="x").job_id
-
-
-def claim(queue):
-    return queue.claim(8, Busy())
-
-
 def progress_of(connection, job):
     return json.loads(connection.hget(f"rq:job:{job.job_id}", "meta") or "{}").get("progress")
 
 
-def test_progress_of_a_job_that_has_just_ended_is_not_written_into_its_record(connection, producer, queue):
-    submit(producer)
+def test_progress_of_a_job_that_has_just_ended_is_not_written_into_its_record(connection, submit, queue):
+    submit("a")
     (job,) = claim(queue)
     queue.withdrawn({job.job_id: SequenceProgress("decode", 3, 1.5)})
     assert progress_of(connection, job) == {"stage": "decode", "tokens": 3, "tokens_per_s": 1.5}
@@ -40,10 +32,8 @@ def test_progress_of_a_job_that_has_just_ended_is_not_written_into_its_record(co
 
 
 @pytest.mark.parametrize("end", ["finish", "fail", "time out", "retry"])
-def test_progress_comes_and_goes_beside_the_producers_own_values_in_meta(connection, plain, queue, end):
-    job_id = plain.enqueue(
-        TASK_PATH, request={"agent_id": "a", "prompt": "x"}, meta={"mine": [], "n": 2**60}, retry=Retry(max=1)
-    ).id
+def test_progress_comes_and_goes_beside_the_producers_own_values_in_meta(connection, enqueue, queue, end):
+    job_id = enqueue("job", meta={"mine": [], "n": 2**60}, retry=Retry(max=1)).id
     (job,) = claim(queue)
     queue.withdrawn({})
     assert progress_of(connection, job) == {"stage": "loading", "tokens": 0, "tokens_per_s": 0.0}
@@ -51,27 +41,22 @@ def test_progress_comes_and_goes_beside_the_producers_own_values_in_meta(connect
     theirs.meta["later"] = "é"
     theirs.save_meta()
     queue.withdrawn({job_id: SequenceProgress("decode", 7, 3.14159)})
-    meta = json.loads(connection.hget(job.run.job.key, "meta"))
-    assert meta == {
-        "mine": [],
-        "n": 2**60,
-        "later": "é",
-        "progress": {"stage": "decode", "tokens": 7, "tokens_per_s": 3.1},
-    }
+    kept = {"mine": [], "n": 2**60, "later": "é"}
+    progress = {"stage": "decode", "tokens": 7, "tokens_per_s": 3.1}
+    assert json.loads(connection.hget(job.run.job.key, "meta")) == {**kept, "progress": progress}
     if end == "finish":
         finish(job, RESULT)
     else:
         error = EngineFailed("no") if end != "time out" else GenerationTimedOut("late")
         fail(job, error, partial_text="so far" if end == "time out" else None, may_retry=end == "retry")
-    kept = {"mine": [], "n": 2**60, "later": "é"}
     if end == "time out":
         kept["partial"] = "so far"
     assert json.loads(connection.hget(job.run.job.key, "meta")) == kept
 
 
 @pytest.mark.parametrize("meta", [b"\x80pickle", b"[1]", b'{"progress": "50 %"}', b'{"x": "' + b"y" * 20_000 + b'"}'])
-def test_a_meta_that_cannot_hold_progress_is_left_unchanged(connection, producer, queue, meta):
-    job_id = submit(producer)
+def test_a_meta_that_cannot_hold_progress_is_left_unchanged(connection, submit, queue, meta):
+    (job_id,) = submit("a")
     connection.hset(f"rq:job:{job_id}", "meta", meta)
     (job,) = claim(queue)
     queue.withdrawn({job_id: SequenceProgress("decode", 7, 3.0)})
@@ -80,8 +65,8 @@ def test_a_meta_that_cannot_hold_progress_is_left_unchanged(connection, producer
     assert connection.hget(f"rq:job:{job_id}", "meta") == meta
 
 
-def test_progress_never_overwrites_a_newer_meta_of_the_producer(connection, producer, queue, monkeypatch):
-    job_id = submit(producer)
+def test_progress_never_overwrites_a_newer_meta_of_the_producer(connection, submit, queue, monkeypatch):
+    (job_id,) = submit("a")
     (_job,) = claim(queue)
     note = queue._progress.note
 
@@ -95,9 +80,9 @@ def test_progress_never_overwrites_a_newer_meta_of_the_producer(connection, prod
 
 
 def test_a_meta_that_grew_to_megabytes_while_the_job_ran_stays_and_is_not_read_twice_a_second(
-    connection, producer, queue
+    connection, submit, queue
 ):
-    job_id = submit(producer)
+    (job_id,) = submit("a")
     (job,) = claim(queue)
     queue.withdrawn({job_id: SequenceProgress("decode", 7, 3.0)})
     grown = json.dumps({"mine": "x" * 2**22})

@@ -19,19 +19,15 @@ MARKERS = Markers(first="reasoning", edges=(Edge("reasoning", "</think>", "norma
 TELLS = 800  # past the bound in bytes, then past that in entries
 
 
-def submit(producer, agent_id="a", **options):
-    return producer.submit(agent_id=agent_id, prompt="x", **options).job_id
-
-
 def claim(queue):
     (job,) = queue.claim(8, Busy())
     return job
 
 
 @pytest.fixture
-def job(producer, queue):
+def job(submit, queue):
     """A running job with a reader."""
-    submit(producer, stream=True)
+    submit("a", stream=True)
     return claim(queue)
 
 
@@ -65,8 +61,8 @@ def test_a_job_that_ends_before_its_text_was_looked_at_has_an_end_in_its_stream(
     assert 0 < connection.ttl(f"stoker:stream:{job.job_id}") <= 60
 
 
-def test_a_job_without_a_reader_has_no_stream_and_costs_no_command(connection, producer, queue):
-    submit(producer)
+def test_a_job_without_a_reader_has_no_stream_and_costs_no_command(connection, submit, queue):
+    submit("a")
     job = claim(queue)
     connection.config_resetstat()
     for _ in range(10):
@@ -77,8 +73,8 @@ def test_a_job_without_a_reader_has_no_stream_and_costs_no_command(connection, p
     assert not connection.keys("stoker:stream:*")
 
 
-def test_a_reader_may_come_at_any_time(connection, producer, queue):
-    job_id = submit(producer)
+def test_a_reader_may_come_at_any_time(connection, submit, queue):
+    (job_id,) = submit("a")
     job = claim(queue)
     connection.hset(f"rq:job:{job_id}", "stoker_stream", 1)
     assert queue.withdrawn({}) == []
@@ -137,8 +133,8 @@ def test_after_a_lost_reply_the_whole_text_is_written_again(connection, queue, j
     assert entries(connection, job) == [("whole", "one two")]
 
 
-def test_a_key_that_is_no_stream_affects_only_its_own_reader(connection, producer, queue, caplog):
-    bad, good = (submit(producer, agent_id=name, stream=True) for name in "ab")
+def test_a_key_that_is_no_stream_affects_only_its_own_reader(connection, submit, queue, caplog):
+    bad, good = submit("a", "b", stream=True)
     connection.set(f"stoker:stream:{bad}", "text")
     jobs = {job.job_id: job for job in queue.claim(8, Busy())}
     for _ in range(2):
@@ -167,8 +163,8 @@ def test_a_job_that_is_given_back_has_no_end_in_its_stream(connection, queue, jo
     assert entries(connection, again) == [("whole", "")]
 
 
-def test_a_job_that_ends_while_its_reader_is_noticed_leaves_no_open_stream(connection, producer, queue, monkeypatch):
-    job_id = submit(producer)
+def test_a_job_that_ends_while_its_reader_is_noticed_leaves_no_open_stream(connection, submit, queue, monkeypatch):
+    (job_id,) = submit("a")
     job = claim(queue)
     connection.hset(f"rq:job:{job_id}", "stoker_stream", 1)
     real = queue._streams.open
