@@ -127,46 +127,17 @@ def test_no_job_waits_for_a_quarantined_job_that_was_canceled_meanwhile(connecti
     assert ids(claim(queue)) == urgent
 
 
-def test_the_jobs_of_a_quarantined_jobs_agent_stay_in_order(connection, submit, opened, monkeypatch):
-    monkeypatch.setattr(WAIT, 3600)
-    queue = opened()
-    submit("u", queue="high")
-    running = claim(queue)
-    quarantined, second, other = submit("a", "a", "b")
-    connection.hset(f"rq:job:{quarantined}", FIELD_ATTEMPTS, 2)
-    running += claim(queue)
-    assert ids(running[1:]) == [other]
-    for job in running:
-        finish(job, {})
-    (first,) = claim(queue)
-    assert first.job_id == quarantined
-    finish(first, {})
-    assert ids(claim(queue)) == [second]
-
-
-def test_a_job_found_quarantined_at_its_start_beside_others_goes_back_and_waits(connection, submit, opened):
-    queue = opened()
-    submit("u", queue="high")
-    running = claim(queue)
-    (quarantined,) = submit("a")
-    queue.claim(0, Busy())  # the job is read
-    connection.hset(f"rq:job:{quarantined}", FIELD_ATTEMPTS, 2)
-    assert claim(queue) == []
-    assert claim(queue) == []
-    finish(running[0], {})
-    assert ids(claim(queue)) == [quarantined]
-    assert counted(connection, quarantined) == [2, 0]
-
-
-def test_no_other_job_starts_with_one_that_is_found_quarantined_at_its_start(connection, submit, opened):
+def test_a_job_found_quarantined_at_its_start_goes_back_and_waits_for_the_others(connection, submit, opened):
     queue = opened()
     quarantined, other = submit("a", "b")
     queue.claim(0, Busy())  # the jobs are read
     connection.hset(f"rq:job:{quarantined}", FIELD_ATTEMPTS, 2)
     running = claim(queue)
     assert ids(running) == [other]
+    assert claim(queue) == []
     run(running)
     assert ids(claim(queue)) == [quarantined]
+    assert counted(connection, quarantined) == [2, 0]
 
 
 def test_jobs_that_go_back_at_their_start_keep_their_order(connection, submit, opened):
@@ -198,15 +169,6 @@ def test_the_first_losses_count_against_a_job_only_if_it_ran_alone(connection, s
     opened().recover()
     assert job.job_id == alone
     assert counted(connection, alone) == [1, 1]
-
-
-def test_a_job_ran_alone_also_if_the_other_queues_jobs_have_ended(connection, submit, opened):
-    queue = opened()
-    submit("u", queue="high")
-    (job_id,) = submit("a")
-    finish(next(job for job in claim(queue) if job.queue == "high"), {})
-    opened().recover()
-    assert counted(connection, job_id) == [1, 1]
 
 
 def test_a_claim_in_doubt_holds_up_all_queues_when_the_lease_is_lost(connection, submit, opened):

@@ -23,10 +23,6 @@ pytestmark = pytest.mark.server
 RESULT = {"text": "done"}
 
 
-def submit(producer, *agents):
-    return [producer.submit(agent_id=agent, prompt="x").job_id for agent in agents]
-
-
 def claim(queue, limit=8):
     return queue.claim(limit, Busy())
 
@@ -45,8 +41,8 @@ def test_a_job_lives_as_long_as_its_result_and_some_time_more(plain, queue, resu
     assert at_least_s + 1800 <= job.lives_s <= at_least_s + 2 * 3600
 
 
-def test_a_deposed_worker_ends_nothing_and_leaves_its_jobs_to_the_next_worker(connection, producer, queue):
-    (job_id,) = submit(producer, "a")
+def test_a_deposed_worker_ends_nothing_and_leaves_its_jobs_to_the_next_worker(connection, submit, queue):
+    (job_id,) = submit("a")
     (job,) = claim(queue)
     taken_over(connection, and_left=True)
     assert not is_ours(job)
@@ -62,8 +58,8 @@ def test_a_deposed_worker_ends_nothing_and_leaves_its_jobs_to_the_next_worker(co
     assert connection.hget(f"rq:job:{job_id}", "status") == b"started"
 
 
-def test_a_lease_that_expired_while_redis_was_away_is_renewed(connection, producer, queue):
-    (job_id,) = submit(producer, "a")
+def test_a_lease_that_expired_while_redis_was_away_is_renewed(connection, submit, queue):
+    (job_id,) = submit("a")
     (job,) = claim(queue)
     connection.delete(LEASE)
     assert is_ours(job)
@@ -72,8 +68,8 @@ def test_a_lease_that_expired_while_redis_was_away_is_renewed(connection, produc
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_an_interrupted_claim_is_recovered_and_costs_no_attempt(connection, producer, queue, monkeypatch, when):
-    ids = submit(producer, "a", "b", "c")
+def test_an_interrupted_claim_is_recovered_and_costs_no_attempt(connection, submit, queue, monkeypatch, when):
+    ids = submit("a", "b", "c")
     real, calls = queue._claim_order.read, []
 
     def breaking(*args, **options):
@@ -124,17 +120,17 @@ def test_no_job_is_claimed_once_the_workers_are_suspended_which_is_known(
 
 
 @pytest.mark.parametrize("reason", ["suspended", "a lost job runs alone"])
-def test_a_claim_that_does_not_look_does_not_know_all_that_waits(connection, producer, queue, reason):
+def test_a_claim_that_does_not_look_does_not_know_all_that_waits(connection, submit, queue, reason):
     if reason == "suspended":
         assert claim(queue) == []
         assert queue.knows_all()
         suspend(connection)
     else:
-        submit(producer, "lost")
+        submit("lost")
         for _ in range(2):
             give_back(claim(queue), counts_as_attempt=True)
         assert [job.attempt for job in claim(queue)] == [3]
-    submit(producer, "waits")
+    submit("waits")
     assert claim(queue) == []
     assert not queue.knows_all()
 
@@ -147,8 +143,8 @@ def overwrite(connection, key, job_id):
 
 
 @pytest.mark.parametrize("key", ["rq:job:{}", "rq:executions:{}", "rq:queue:odd"])
-def test_a_lost_workers_job_with_an_overwritten_key_holds_up_no_other(redis_url, connection, producer, key):
-    odd, job_id = submit(producer, "a", "b")
+def test_a_lost_workers_job_with_an_overwritten_key_holds_up_no_other(redis_url, connection, submit, key):
+    odd, job_id = submit("a", "b")
     with open_queue(read_settings({"redis_url": redis_url}), redis_url) as dead:
         assert len(claim(dead.rq_queue)) == 2
     overwrite(connection, key, odd)
@@ -160,8 +156,8 @@ def test_a_lost_workers_job_with_an_overwritten_key_holds_up_no_other(redis_url,
 
 
 @pytest.mark.parametrize("key", ["rq:job:{}", "rq:executions:{}", "rq:queue:odd"])
-def test_a_withdrawal_is_seen_beside_a_job_with_an_overwritten_key(connection, producer, queue, key):
-    odd, job_id, _ = submit(producer, "a", "b", "c")
+def test_a_withdrawal_is_seen_beside_a_job_with_an_overwritten_key(connection, submit, queue, key):
+    odd, job_id, _ = submit("a", "b", "c")
     claim(queue)
     overwrite(connection, key, odd)
     connection.hset(f"rq:job:{job_id}", "status", "canceled")
@@ -173,8 +169,8 @@ def test_a_withdrawal_is_seen_beside_a_job_with_an_overwritten_key(connection, p
         stop(job)
 
 
-def test_a_stop_during_the_start_of_its_job_is_not_lost(producer, queue, monkeypatch):
-    (job_id,) = submit(producer, "a")
+def test_a_stop_during_the_start_of_its_job_is_not_lost(submit, queue, monkeypatch):
+    (job_id,) = submit("a")
     real = queue._claim_order.read
 
     def start_and_stop(*args):
@@ -186,17 +182,17 @@ def test_a_stop_during_the_start_of_its_job_is_not_lost(producer, queue, monkeyp
     assert queue.withdrawn({}) == [job]
 
 
-def test_a_stop_of_another_workers_job_is_not_kept_for_later(producer, queue):
-    (job_id,) = submit(producer, "a")
+def test_a_stop_of_another_workers_job_is_not_kept_for_later(submit, queue):
+    (job_id,) = submit("a")
     queue._registration.in_flight.ask_to_stop(job_id)
     (_job,) = claim(queue)
     assert queue.withdrawn({}) == []
 
 
 @pytest.mark.parametrize("how", ["cancel", "delete"])
-def test_a_job_withdrawn_during_its_refusal_holds_up_no_claim(connection, producer, plain, queue, monkeypatch, how):
+def test_a_job_withdrawn_during_its_refusal_holds_up_no_claim(connection, submit, plain, queue, monkeypatch, how):
     plain.enqueue("os.getcwd", job_id="odd")
-    (job_id,) = submit(producer, "a")
+    (job_id,) = submit("a")
     real = queue._job_finish.fail
 
     def withdrawn_first(run, error):
@@ -218,15 +214,6 @@ def test_an_error_of_many_lines_reaches_the_producer_with_its_kind(producer, que
         ticket.result(timeout_s=5)
     assert caught.value.reason == "EngineFailed: RuntimeError: no memory for 3 blocks"
     assert caught.value.retryable
-
-
-def test_a_partial_text_is_not_written_into_the_record_of_a_job_deleted_meanwhile(connection, producer, queue):
-    (job_id,) = submit(producer, "a")
-    (job,) = claim(queue)
-    connection.delete(f"rq:job:{job_id}")
-    with pytest.raises(OwnershipLost):
-        fail(job, GenerationTimedOut("late"), "so far")
-    assert not connection.exists(f"rq:job:{job_id}")
 
 
 def test_queues_are_served_in_the_order_the_worker_lists_them(redis_url, producer):
@@ -254,9 +241,9 @@ def test_a_failed_turn_does_not_hold_up_the_next(plain, queue):
     assert [job.job_id for job in claim(queue)] == [second]
 
 
-def test_a_claim_in_doubt_is_put_back_also_if_the_lease_expired_meanwhile(connection, producer, queue):
+def test_a_claim_in_doubt_is_put_back_also_if_the_lease_expired_meanwhile(connection, submit, queue):
     """Redis was away longer than the lease: no other worker has the queue, and the next claim must not come first."""
-    (job_id,) = submit(producer, "a")
+    (job_id,) = submit("a")
     [job] = claim(queue)
     job.release()  # as if the reply had been lost
     connection.delete(LEASE)
@@ -264,8 +251,8 @@ def test_a_claim_in_doubt_is_put_back_also_if_the_lease_expired_meanwhile(connec
     assert places(connection, job_id) == ["generate"]
 
 
-def test_the_jobs_of_an_interrupted_claim_go_back_before_the_next_claim(connection, producer, queue, monkeypatch):
-    first, second, third = submit(producer, "a", "b", "b")
+def test_the_jobs_of_an_interrupted_claim_go_back_before_the_next_claim(connection, submit, queue, monkeypatch):
+    first, second, third = submit("a", "b", "b")
     real = queue._claim_order.read
 
     def start(name, granted):
@@ -282,9 +269,9 @@ def test_the_jobs_of_an_interrupted_claim_go_back_before_the_next_claim(connecti
 
 @pytest.mark.parametrize("fell_asleep_after", ["lease", "worker"])
 def test_a_heartbeat_paused_half_way_restores_nothing_the_next_worker_has_removed(
-    redis_url, connection, producer, queue, monkeypatch, fell_asleep_after
+    redis_url, connection, submit, queue, monkeypatch, fell_asleep_after
 ):
-    (job_id,) = submit(producer, "a")
+    (job_id,) = submit("a")
     claim(queue)
 
     def then_sleep(act):
@@ -308,16 +295,19 @@ def test_a_heartbeat_paused_half_way_restores_nothing_the_next_worker_has_remove
     assert all(connection.ttl(key) > 0 for key in connection.scan_iter("rq:worker:*"))
 
 
-def test_a_heartbeat_does_not_restore_the_hash_of_a_deleted_running_job(connection, producer, queue):
-    (job_id,) = submit(producer, "a")
-    claim(queue)
+def test_neither_a_heartbeat_nor_an_end_restores_the_hash_of_a_deleted_running_job(connection, queue, submit):
+    (job_id,) = submit("a")
+    (job,) = claim(queue)
     connection.delete(f"rq:job:{job_id}")
     queue.beat()
     assert not connection.exists(f"rq:job:{job_id}")
+    with pytest.raises(OwnershipLost):
+        fail(job, GenerationTimedOut("late"), "so far")
+    assert not connection.exists(f"rq:job:{job_id}")
 
 
-def test_giving_back_a_job_that_was_deleted_leaves_nothing_of_its_execution(connection, producer, queue):
-    (job_id,) = submit(producer, "a")
+def test_giving_back_a_job_that_was_deleted_leaves_nothing_of_its_execution(connection, submit, queue):
+    (job_id,) = submit("a")
     (job,) = claim(queue)
     Job.fetch(job_id, connection, JSONSerializer).delete()
     give_back([job], counts_as_attempt=False)
