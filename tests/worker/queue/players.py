@@ -109,13 +109,12 @@ class StockPlayer(Player):
 class OurPlayer(Player):
     """The worker as `stoker-worker run --engine scripted --burst` wires it."""
 
-    def __init__(self, redis_url: str, folder: Path, **options: Any) -> None:
+    def __init__(self, redis_url: str, folder: Path) -> None:
         super().__init__(redis_url)
         self.folder = folder
-        self.options = options
 
     def work(self) -> None:
-        settings = read_settings({"redis_url": self.redis_url, "burst": True, "poll_s": 0.01, **self.options})
+        settings = read_settings({"redis_url": self.redis_url, "burst": True, "poll_s": 0.01})
         provider = ScriptedProvider(max_batch=16, steps_per_s=400)
         with open_queue(settings, self.redis_url) as opened:
             self.name(opened.registration.name)

@@ -22,9 +22,9 @@ ROUTE = ({"model": "small", "queue": "generate"}, {"model": "large", "queue": "l
 BOTH = {"t small": "0.0000 1.0000", "t large": "1.0000 0.0000"}
 
 
-def enqueue(plain, job_id="job", *, options=None, **fields):
+def enqueue(plain, job_id="job", **fields):
     request = {"v": 5, "prompt": "p", "check": {"contains": ["x"]}, "route": ROUTE, "task": "t", **fields}
-    plain.enqueue(TASK_PATH, kwargs={"request": request}, job_id=job_id, **(options or {}))
+    plain.enqueue(TASK_PATH, kwargs={"request": request}, job_id=job_id)
 
 
 def answer(text, model="small"):
@@ -242,19 +242,15 @@ def test_a_job_whose_stop_was_asked_for_does_not_go_on(connection, queue, plain)
     assert waiting(connection) == []
 
 
-def test_a_job_may_wait_as_long_in_the_next_queue(connection, queue, plain, join):
-    enqueue(plain, options={"ttl": 1000})
-    go_on(queue)
-    assert 900 < connection.ttl("rq:job:job") <= 1000
-    assert ids(claim(join("large", queues="large"))) == ["job"]
-    assert connection.ttl("rq:job:job") == -1
-
-
-def test_a_job_that_may_wait_for_ever_by_a_negative_number_is_not_deleted_as_it_goes_on(connection, queue, plain):
+@pytest.mark.parametrize(("ttl", "left_s"), [(1000, range(900, 1001)), (-1, [-1])])
+def test_a_job_may_wait_as_long_in_the_next_queue(connection, queue, plain, join, ttl, left_s):
+    """For ever, if the number is negative, as RQ's `Job.create` allows."""
     enqueue(plain)
-    connection.hset("rq:job:job", "ttl", -1)  # as RQ's `Job.create` allows
+    connection.hset("rq:job:job", "ttl", ttl)
     go_on(queue)
     assert_moved_once(connection)
+    assert connection.ttl("rq:job:job") in left_s
+    assert ids(claim(join("large", queues="large"))) == ["job"]
     assert connection.ttl("rq:job:job") == -1
 
 

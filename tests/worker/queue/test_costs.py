@@ -3,9 +3,9 @@ What is done now and then, for all jobs together, is not counted: the least of s
 
 import pytest
 from redis.connection import AbstractConnection
+from tests.producer.played_worker import result_fields
 from tests.worker.queue.ends import finish
 
-from stoker_shared.result import CacheReport, GenerationResult, Timing, Usage
 from stoker_worker.ports import Busy
 
 pytestmark = pytest.mark.server
@@ -13,15 +13,7 @@ pytestmark = pytest.mark.server
 MOST_ROUND_TRIPS, MOST_COMMANDS = 6, 40
 """May only fall."""
 
-RESULT = GenerationResult(
-    text="done",
-    finish_reason="stop",
-    job_id="job",
-    usage=Usage(prompt_tokens=1, cached_tokens=0, completion_tokens=1),
-    cache=CacheReport(),
-    timing=Timing(queued_s=0, prefill_s=0, first_token_s=0, decode_s=0, total_s=0),
-    model="m",
-).model_dump(mode="json")
+RESULT = result_fields("job", "done")
 
 
 @pytest.fixture

@@ -53,8 +53,7 @@ def test_jobs_that_a_dead_worker_of_rqs_own_had_made_ready_are_enqueued_after_a_
     ):
         connection.hset(f"rq:job:{job_id}", "status", status)
         connection.zadd("rq:ready:generate", {job_id: time.time() - age_s})
-    queue._housekeeping._clean.make_due()
-    queue.tidy()
+    step(queue)
     assert connection.lrange("rq:queue:generate", 0, -1) == [left.encode()]
     assert connection.hget(f"rq:job:{left}", "status") == b"queued"
     assert connection.zrange("rq:ready:generate", 0, -1) == [new.encode()]

@@ -127,7 +127,12 @@ def test_an_id_that_is_enqueued_again_after_the_loss_waits_for_the_lost_run_to_e
     assert [job.job_id for job in claim(worker)] == ["j"]
 
 
-def test_a_job_that_was_deleted_is_not_lost(worker, connection, submit):
+@pytest.mark.parametrize("there_was_a_loss", [False, True])
+def test_a_job_that_was_deleted_is_not_lost(worker, connection, submit, there_was_a_loss):
+    worker.beat()
+    if there_was_a_loss:
+        connection.flushall()
+        worker.beat()
     (job_id,) = submit("a")
     (job,) = claim(worker)
     worker.beat()
@@ -151,13 +156,3 @@ def test_a_job_that_an_old_replica_has_goes_on_and_can_be_canceled(worker, conne
     producer.ticket(canceled).cancel()
     assert worker.withdrawn({}) == [jobs[canceled]]
     jobs[canceled].stop()
-
-
-def test_a_job_claimed_after_the_loss_is_an_ordinary_one(worker, connection, submit):
-    worker.beat()
-    connection.flushall()
-    worker.beat()
-    submit("a")
-    (job,) = claim(worker)
-    connection.delete(f"rq:job:{job.job_id}")
-    job.stop()

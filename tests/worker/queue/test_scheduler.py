@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 from itertools import pairwise
+from unittest.mock import MagicMock
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -163,13 +164,9 @@ def test_an_unreadable_job_is_enqueued_to_be_refused_and_holds_up_no_other(conne
 def test_a_retry_that_could_not_be_written_is_counted_once(connection, plain, queue, monkeypatch):
     job_id = plain.enqueue(TASK_PATH, request=REQUEST, retry=Retry(max=1, interval=60)).id
     (job,) = queue.claim(8, Busy())
-    monkeypatch.setattr(Queue, "schedule_job", _gone)
+    monkeypatch.setattr(Queue, "schedule_job", MagicMock(side_effect=RedisConnectionError))
     with pytest.raises(RedisUnavailable):
         fail(job, EngineFailed("may pass"))
     monkeypatch.undo()
     fail(job, EngineFailed("may pass"))
     assert places(connection, job_id) == ["scheduled"]
-
-
-def _gone(*args, **options):
-    raise RedisConnectionError("gone")
