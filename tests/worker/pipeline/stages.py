@@ -44,12 +44,16 @@ def loaded_model() -> "Future[LoadedModel]":
     return loaded
 
 
-def claimed(queue: InMemoryQueue, agent_id: str | None = None, **fields: Any) -> ClaimedJob:
-    """A claimed job named `job-<agent>`."""
+def claimed(
+    queue: InMemoryQueue, agent_id: str | None = None, *, entry: Mapping[str, Any] | None = None, **fields: Any
+) -> ClaimedJob:
+    """A claimed job named `job-<agent>`, with these attributes of its `Entry`."""
     if agent_id is not None:
         fields["agent_id"] = agent_id
     job_id = fields.pop("job_id", f"job-{agent_id}")
     queue.enqueue(job_id=job_id, **fields)
+    for name, value in (entry or {}).items():
+        setattr(queue.entries[job_id], name, value)
     (job,) = queue.claim(1, Busy())
     assert job.job_id == job_id
     return job
@@ -81,9 +85,8 @@ class PlayedStore(AgentCacheStore):
         is_certain: whether `look` asks although the agent's newest version is from here.
         looks: the calls of `look`, in order.
         closed: the agents of each call of `close_number`.
-        beside_others: that of each restore.
+        restores: the arguments of each restore.
         read_ahead_for: the agents of each call, and the models loaded.
-        at_hand: agents whose caches a restore finds in RAM; ``None``: all.
     """
 
     open_ones: ClassVar["list[PlayedStore]"] = []
@@ -96,18 +99,17 @@ class PlayedStore(AgentCacheStore):
         self.away, self.is_certain = False, True
         self.looks: list[tuple[str, LastVersion | None]] = []
         self.closed: list[str] = []
-        self.beside_others: list[bool] = []
+        self.restores: list[dict[str, Any]] = []
         self.read_ahead_for: list[tuple[str, ...] | str] = []
-        self.at_hand: set[str] | None = None
 
     def look(self, agent_id: str, last: LastVersion | None = None) -> bool:
         self.looks.append((agent_id, last))
         self._ask()
         return self.is_certain or last is None
 
-    def restore(self, prompt_ids: Sequence[int], *, beside_others: bool = False, **options: Any) -> Restored:
-        self.beside_others.append(beside_others)
-        return super().restore(prompt_ids, beside_others=beside_others, **options)
+    def restore(self, prompt_ids: Sequence[int], **options: Any) -> Restored:
+        self.restores.append({"prompt_ids": prompt_ids, **options})
+        return super().restore(prompt_ids, **options)
 
     def save(self, turn: Turn) -> Mapping[str, Any]:
         self._ask()
@@ -123,9 +125,6 @@ class PlayedStore(AgentCacheStore):
 
     def is_away(self) -> bool:
         return self.away
-
-    def is_at_hand(self, agent_id: str) -> bool:
-        return self.at_hand is None or agent_id in self.at_hand
 
     def read_ahead(self, agents: Sequence[str]) -> None:
         self.read_ahead_for.append(tuple(agents))

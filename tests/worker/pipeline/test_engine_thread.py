@@ -143,7 +143,7 @@ def test_running_sequences_go_on_while_others_are_gathered(running, monkeypatch)
     assert engine.steps.get(timeout=TIMEOUT_S) == ["a", "b", "long"]
 
 
-def test_gathered_jobs_are_given_back_if_the_engine_breaks(running, monkeypatch):
+def test_when_the_engine_breaks_gathered_jobs_are_given_back_and_nothing_is_in_progress(running, monkeypatch):
     monkeypatch.setattr(engine_thread, "_GATHER_S", 30)
     thread, engine, finisher = running
     thread.put(ready("long", has_next=False))
@@ -151,10 +151,12 @@ def test_gathered_jobs_are_given_back_if_the_engine_breaks(running, monkeypatch)
     thread.put(ready("a", has_next=True))
     engine.ends.put([])
     engine.steps.get(timeout=TIMEOUT_S)
+    assert thread.progress().keys() == {"job-long"}
     engine.step = None  # the next call breaks
     engine.ends.put([])
     thread.join(TIMEOUT_S)
     assert thread.error is not None
+    assert thread.progress() == {}
     thread.put(ready("b", has_next=False))
     thread.hand_over_waiting()
     outcomes = {job.job_id: outcome for job, outcome in (finisher.next() for _ in range(3))}
@@ -163,19 +165,6 @@ def test_gathered_jobs_are_given_back_if_the_engine_breaks(running, monkeypatch)
         "job-a": GivenBack(counts_as_attempt=False),
         "job-b": GivenBack(counts_as_attempt=False),
     }
-
-
-def test_nothing_is_in_progress_once_the_engine_is_broken(running):
-    thread, engine, _ = running
-    thread.put(ready("a", has_next=False))
-    engine.ends.put([])
-    for _ in range(2):
-        engine.steps.get(timeout=TIMEOUT_S)
-    assert thread.progress().keys() == {"job-a"}
-    engine.step = None  # the next call breaks
-    engine.ends.put([])
-    thread.join(TIMEOUT_S)
-    assert thread.progress() == {}
 
 
 def test_a_job_cancelled_while_it_is_gathered_never_enters_the_engine(running, monkeypatch):

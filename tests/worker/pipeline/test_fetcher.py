@@ -7,6 +7,7 @@ import pytest
 from tests.support.in_memory.queue import InMemoryQueue
 from tests.support.wait import wait_for
 from tests.worker.pipeline.stages import TIMEOUT_S, NotedLoader, PlayedStore
+from tests.worker.queue.ends import finish
 
 from stoker_shared.answer_parts import Markers
 from stoker_shared.errors import RedisUnavailable
@@ -54,9 +55,7 @@ def test_agents_with_work_are_pinned_before_the_loader_gets_their_job_and_until_
         queue.enqueue(job_id=agent_id, agent_id=agent_id)
     fetcher = fetcher_of(queue, loader, Store(), leaving=Leaving(burst=True), poll_s=0.001)
     for _ in range(2):
-        job = loader.jobs.get(timeout=TIMEOUT_S)
-        job.claimed.finish({})
-        job.claimed.release()
+        finish(loader.jobs.get(timeout=TIMEOUT_S).claimed, {})
     fetcher.join(TIMEOUT_S)
     assert events == [({"a"}, {"b"}), "a", ({"b"}, set()), "b", (set(), set())]
 
@@ -117,9 +116,7 @@ def test_after_each_claim_the_caches_of_the_next_jobs_are_read_ahead_in_queue_or
         queue.enqueue(agent_id=agent_id)
     fetcher = fetcher_of(queue, loader, store, leaving=Leaving(burst=True), poll_s=0.001)
     for _ in range(6):
-        job = loader.jobs.get(timeout=TIMEOUT_S)
-        job.claimed.finish({})
-        job.claimed.release()
+        finish(loader.jobs.get(timeout=TIMEOUT_S).claimed, {})
     fetcher.join(TIMEOUT_S)
     assert list(dict.fromkeys(store.read_ahead_for)) == [
         ("a", "c"),  # two for the one place, and not b, whose job runs
@@ -139,9 +136,7 @@ def test_a_worker_leaves_after_its_share_or_when_it_was_idle(limits: dict[str, A
     fetcher = fetcher_of(queue, loader, max_in_flight=2, leaving=Leaving(**limits), poll_s=0.001)
     for _ in range(n_claimed):
         assert not fetcher.left.is_set(), "jobs are in flight"
-        job = loader.jobs.get(timeout=TIMEOUT_S)
-        job.claimed.finish({})
-        job.claimed.release()
+        finish(loader.jobs.get(timeout=TIMEOUT_S).claimed, {})
     fetcher.join(TIMEOUT_S)
     assert not fetcher.is_alive()
     assert loader.jobs.empty()

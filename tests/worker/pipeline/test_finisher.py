@@ -32,7 +32,7 @@ from stoker_worker.pipeline.finisher import Finisher
 from stoker_worker.pipeline.job import AgentChange, Cancelled, Failed, GivenBack, Job, Replayed
 from stoker_worker.pipeline.prompt import Prompt
 from stoker_worker.pipeline.worker import Worker
-from stoker_worker.ports import Busy, Delivery, Restored, SequenceCache
+from stoker_worker.ports import Delivery, Restored, SequenceCache
 from stoker_worker.settings import read_settings
 
 TO_GIVE_BACK = GivenBack(counts_as_attempt=False)
@@ -274,10 +274,8 @@ def test_a_change_of_an_agent_is_made_once(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, losses_alone: int, jobs: PlayedJobs, state: str, error: type | None
 ) -> None:
     monkeypatch.setattr(scene.store, "agent_jobs", jobs)
-    scene.queue.enqueue(job_id="forget", request=FORGET)
+    job = claimed(scene.queue, job_id="forget", request=FORGET, entry={"losses_alone": losses_alone})
     entry = scene.queue.entries["forget"]
-    entry.losses_alone = losses_alone
-    (job,) = scene.queue.claim(1, Busy())
     scene.finisher.put(Job(job), AgentChange(FORGET))
     scene.wait_for_release()
     assert (entry.state, type(entry.error) if entry.error else None) == (state, error)
@@ -307,41 +305,34 @@ def test_a_turn_waits_for_the_shared_store_and_other_jobs_go_on_meanwhile(
     assert scene.queue.given_back == []
 
 
-def test_a_turn_that_has_waited_for_the_shared_store_for_long_goes_back_and_uses_up_no_try(scene: Scene) -> None:
-    job = away(scene)
-    assert job.waits_since is not None
-    job.waits_since -= 3600
-    scene.wait_for_release()
-    entry = scene.queue.entries["job-a"]
-    assert (entry.state, entry.lost, entry.error) == ("queued", 0, None)
-
-
 @pytest.mark.parametrize("context", ["append", "full"])
 def test_a_turn_that_may_have_been_sent_ends_no_job_when_the_disk_here_refuses_it_then(
     scene: Scene, context: str
 ) -> None:
     away(scene, context)
-
-    def refuse(agent_id: str | None) -> None:
-        raise OSError("disk full")
-
-    scene.store.before_write = refuse
+    scene.store.before_write = raise_no_space
     scene.store.away = False
     scene.wait_for_release()
     assert (scene.states("a"), scene.queue.entries["job-a"].lost) == (["queued"], 0)
     assert "a" not in scene.store.unsaved
 
 
-@pytest.mark.parametrize("how", ["hurry", "stopping"])
-def test_a_stop_waits_for_no_shared_store(scene: Scene, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+@pytest.mark.parametrize("why", ["it has waited for long", "hurry", "stopping"])
+def test_a_turn_that_waits_no_more_for_the_shared_store_goes_back_and_uses_up_no_try(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
     monkeypatch.setattr(finisher, "_STORE_WAIT_S", 3600)
     job = away(scene)
-    if how == "hurry":
+    if why == "hurry":
         scene.finisher.hurry()
-    else:
+    elif why == "stopping":
         job.cancel.set("stopping")
+    else:
+        assert job.waits_since is not None
+        job.waits_since -= 3600
     scene.wait_for_release()
-    assert scene.states("a") == ["queued"]
+    entry = scene.queue.entries["job-a"]
+    assert (entry.state, entry.lost, entry.error) == ("queued", 0, None)
 
 
 @pytest.mark.parametrize("was_saving", [True, False])
@@ -349,13 +340,10 @@ def test_before_a_job_ends_without_a_turn_that_an_earlier_run_may_have_sent_its_
     scene: Scene, was_saving: bool
 ) -> None:
     for agent_id, outcome in ("failed", Failed(ValueError("odd"))), ("stopped", Cancelled()):
-        scene.queue.enqueue(job_id=agent_id, agent_id=agent_id)
-        scene.queue.entries[agent_id].was_saving = was_saving
-        (job,) = scene.queue.claim(1, Busy())
-        scene.finisher.put(Job(job), outcome)
+        scene.finisher.put(Job(claimed(scene.queue, agent_id, entry={"was_saving": was_saving})), outcome)
     scene.wait_for_release()
     assert sorted(scene.store.closed) == (["failed", "stopped"] if was_saving else [])
-    assert (scene.queue.state("failed"), scene.queue.state("stopped")) == ("failed", "stopped")
+    assert scene.states("failed", "stopped") == ["failed", "stopped"]
 
 
 def test_a_job_whose_finish_raises_is_failed_and_its_slot_is_freed(
@@ -371,7 +359,6 @@ def test_a_job_whose_finish_raises_is_failed_and_its_slot_is_freed(
 
 
 def test_a_job_is_released_only_after_all_steps_of_its_end(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent is free only after every step of its job's end, also the store's."""
     in_flight: list[int] = []
     real = scene.store.ended
 

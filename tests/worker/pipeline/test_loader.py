@@ -1,6 +1,6 @@
 """The loader: where its jobs go next, and its calls of agent memory."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,9 +26,9 @@ from stoker_shared.errors import (
     ModelMismatch,
     WorkerLostTooOften,
 )
-from stoker_worker.pipeline.job import NOTHING_RESTORED, Cancelled, Finished, GivenBack, Job, Replayed, RunsAgain
+from stoker_worker.pipeline.job import Cancelled, Finished, GivenBack, Job, Replayed, RunsAgain
 from stoker_worker.pipeline.loader import Loader
-from stoker_worker.ports import Busy, LastVersion, Restored, Transcript, Turn
+from stoker_worker.ports import LastVersion, Transcript, Turn
 from stoker_worker.ports.memory import common_length
 from stoker_worker.ports.model import RequestDefaults
 
@@ -61,7 +61,7 @@ def test_a_job_records_whether_another_follows_and_the_store_learns_whether_sequ
     scene.put("b")
     scene.loader.start()
     assert [scene.engine.next().has_next for _ in range(2)] == [True, False]
-    assert scene.store.beside_others == [False, True]
+    assert [asked["beside_others"] for asked in scene.store.restores] == [False, True]
     assert scene.finisher.ended.empty()
 
 
@@ -80,20 +80,9 @@ def test_a_job_generates_with_the_workers_defaults_and_one_that_they_contradict_
     scene.loader.join(TIMEOUT_S)
 
 
-def lost(scene: Scene, agent_id: str, *, alone: int, among_others: int) -> None:
-    """Load a job that lost this many workers."""
-    job_id = f"job-{agent_id}"
-    scene.queue.enqueue(job_id=job_id, agent_id=agent_id)
-    entry = scene.queue.entries[job_id]
-    entry.lost, entry.losses_alone = alone + among_others, alone
-    (job,) = scene.queue.claim(1, Busy())
-    scene.loader.put(Job(job))
-    job.release()
-
-
 def test_a_job_is_failed_only_for_worker_losses_while_it_ran_alone(scene: Scene) -> None:
-    lost(scene, "innocent", alone=2, among_others=1)
-    lost(scene, "poison", alone=3, among_others=0)
+    for agent_id, alone in (("innocent", 2), ("poison", 3)):
+        scene.put(agent_id, entry={"lost": 3, "losses_alone": alone}).claimed.release()
     scene.loader.start()
     assert scene.engine.next().job_id == "job-innocent"
     job, outcome = scene.finisher.next()
@@ -181,9 +170,7 @@ def test_a_job_that_uses_no_memory_asks_for_none(scene: Scene, monkeypatch: pyte
     monkeypatch.setattr(scene.store, "answer", ask)
     monkeypatch.setattr(scene.store, "open_agent", ask)
     scene.put("a", cache="off", job_id="off")
-    scene.queue.enqueue(job_id="none")
-    (job,) = scene.queue.claim(1, Busy())
-    scene.loader.put(Job(job))
+    scene.put(None, job_id="none")
     scene.loader.start()
     assert [scene.engine.next().agent for _ in range(2)] == [None, None]
 
@@ -246,36 +233,19 @@ def test_without_shared_prefixes_a_job_without_an_agent_shares_its_beginning_wit
 
 
 @pytest.mark.parametrize("share_prefixes", [True, False])
-def test_a_call_of_a_session_restores_and_is_saved_as_a_whole(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, share_prefixes: bool
-) -> None:
-    asked: list[tuple[str | None, str | None]] = []
-
-    def restore(ids: Sequence[int], *, session: str | None, salt: str | None, **others: Any) -> Restored:
-        asked.append((session, salt))
-        return NOTHING_RESTORED
-
+def test_a_call_of_a_session_restores_and_is_saved_as_a_whole(scene: Scene, share_prefixes: bool) -> None:
     scene.loader = Loader(scene.store, loaded_model(), scene.engine, scene.finisher, share_prefixes=share_prefixes)
-    monkeypatch.setattr(scene.store, "restore", restore)
     scene.put(None, prompt="x", session="s", cache_salt="salt")
     scene.put(None, prompt="x", session="s", cache="read", cache_salt="salt")
     scene.put(None, prompt="x", session="s", cache="off")
     scene.loader.start()
     jobs = [scene.engine.next() for _ in range(3)]
     assert [(job.is_saved, job.agent) for job in jobs] == [(True, None), (False, None), (False, None)]
-    assert asked == [("s", "salt" if share_prefixes else "\ns\nsalt")] * 2
+    salt = "salt" if share_prefixes else "\ns\nsalt"
+    assert [(asked["session"], asked["salt"]) for asked in scene.store.restores] == [("s", salt)] * 2
 
 
-def test_a_prompt_is_restored_only_up_to_the_first_token_that_is_scored(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[int, int]] = []
-
-    def restore(prompt_ids: Sequence[int], *, max_tokens: int, **others: Any) -> Restored:
-        asked.append((len(prompt_ids), max_tokens))
-        return NOTHING_RESTORED
-
-    monkeypatch.setattr(scene.store, "restore", restore)
+def test_a_prompt_is_restored_only_up_to_the_first_token_that_is_scored(scene: Scene) -> None:
     text = "a prompt of 24 character"
     scene.put("plain", prompt=text, max_tokens=7)
     scene.put("all", prompt=text, max_tokens=0, prompt_logprobs=0, cache="read")
@@ -284,29 +254,24 @@ def test_a_prompt_is_restored_only_up_to_the_first_token_that_is_scored(
     scene.put("beyond", prompt=text, max_tokens=7, prompt_logprobs=0, prompt_logprobs_start=24)
     scene.loader.start()
     assert [scene.engine.next().prompt.text for _ in range(4)] == [text] * 4
+    asked = [(len(one["prompt_ids"]), one["max_tokens"]) for one in scene.store.restores]
     assert asked == [(24, 7), (0, 24), (20, 11), (23, 8)]
     _, refused = scene.finisher.next()
     assert isinstance(error_in(refused), InvalidRequest)
     assert str(error_in(refused)) == "'prompt_logprobs_start' is 24; the prompt has 24 tokens"
 
 
-def test_the_store_hears_where_the_system_prompt_ends_with_every_model(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[int] = []
+def test_the_store_hears_where_the_system_prompt_ends_with_every_model(scene: Scene) -> None:
+    def asked() -> list[int]:
+        return [one["system_tokens"] for one in scene.store.restores]
 
-    def restore(prompt_ids: Sequence[int], *, system_tokens: int, **others: Any) -> Restored:
-        asked.append(system_tokens)
-        return NOTHING_RESTORED
-
-    monkeypatch.setattr(scene.store, "restore", restore)
     for text in ("one", "two"):
         messages = [{"role": "system", "content": "Rhyme."}, {"role": "user", "content": text}]
         scene.put(text, prompt=None, messages=messages)
     scene.loader.start()
     jobs = [scene.engine.next() for _ in range(2)]
     assert not MODEL.spec.snapshot_layers
-    assert asked == [common_length(*(job.prompt.ids for job in jobs))] * 2 != [0, 0]
+    assert asked() == [common_length(*(job.prompt.ids for job in jobs))] * 2 != [0, 0]
     # Whoever goes on behind all that is cached of it is past its system prompt.
     job, prompt = jobs[1], jobs[1].prompt
     said = Transcript(prompt.ids, MODEL.tokenizer_fingerprint, prompt.messages, None, "eos")
@@ -316,7 +281,7 @@ def test_the_store_hears_where_the_system_prompt_ends_with_every_model(
     for given in (answered, [{"role": "system", "content": "Sing."}, *messages[1:]]):
         scene.put("two", job_id=given[0]["content"], prompt=None, messages=given)
         scene.engine.next()
-    assert [n > 0 for n in asked[2:]] == [False, True]
+    assert [n > 0 for n in asked()[2:]] == [False, True]
 
 
 def test_a_prompt_that_is_only_counted_goes_past_the_engine_and_the_agents_cache(
@@ -337,17 +302,10 @@ def test_a_prompt_that_is_only_counted_goes_past_the_engine_and_the_agents_cache
 def test_a_job_that_may_have_missed_other_workers_turns_is_refused_only_after_a_look(scene: Scene) -> None:
     scene.store.is_certain = False
     seen = LastVersion(7, "this", is_here=True)
-
-    def put(agent_id: str, **fields: Any) -> None:
-        scene.queue.enqueue(job_id=agent_id, agent_id=agent_id, context="append", **fields)
-        scene.queue.entries[agent_id].last = seen
-        (job,) = scene.queue.claim(1, Busy())
-        scene.loader.put(Job(job))
-
-    put("fine")
-    put("refused", must_exist=True)
+    scene.put("fine", context="append", entry={"last": seen})
+    scene.put("refused", context="append", entry={"last": seen}, must_exist=True)
     scene.loader.start()
-    assert scene.engine.next().job_id == "fine"
+    assert scene.engine.next().job_id == "job-fine"
     _, outcome = scene.finisher.next()
     assert isinstance(error_in(outcome), AgentNotFound)
     assert scene.store.looks == [("fine", seen), ("refused", seen), ("refused", None)]

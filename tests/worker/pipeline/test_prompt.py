@@ -62,12 +62,6 @@ def test_an_unknown_agents_append_is_its_first_turn():
     assert append(None, messages=[user("hi")]).ids == first_turn(messages=[user("hi")]).ids
 
 
-def test_append_of_messages_equals_the_whole_conversation_rendered_at_once():
-    transcript = answered(first_turn(messages=[user("one")]), "two")
-    whole = first_turn(messages=[user("one"), {"role": "assistant", "content": "two"}, user("three")])
-    assert append(transcript, messages=[user("three")]).ids == whole.ids
-
-
 def test_a_new_system_message_comes_after_the_stored_messages():
     system = {"role": "system", "content": "be brief"}
     later = {"role": "system", "content": "be rude"}
@@ -172,16 +166,11 @@ def test_full_replaces_the_conversation_whatever_it_was_before():
     assert (full.text, full.messages, bytes(full.ids)) == ("new", None, b"new")
 
 
-def test_prompt_and_max_tokens_over_the_context_are_refused_with_the_numbers():
-    small = dataclasses.replace(MODEL, context_tokens=20, kv_tokens=15)
-    assert fitted(request(prompt="x", max_tokens=8), 12, small).max_tokens == 8
-    with pytest.raises(ContextLimitExceeded, match=r"12 tokens \+ max_tokens 9 = 21.*context is 20"):
-        fitted(request(prompt="x", max_tokens=9), 12, small)
-
-
 @pytest.mark.parametrize(
     ("kv_tokens", "n_prompt", "fields", "max_tokens"),
     [
+        (15, 12, {"max_tokens": 8, "fit_max_tokens": False}, 8),
+        (15, 12, {"max_tokens": 9, "fit_max_tokens": False}, "tokens + max_tokens 9 = 21; the model's context is 20"),
         (None, 12, {"max_tokens": 32_000}, 8),
         (100, 12, {"max_tokens": 32_000}, 8),
         (15, 12, {"max_tokens": 32_000}, 3),
@@ -193,9 +182,9 @@ def test_prompt_and_max_tokens_over_the_context_are_refused_with_the_numbers():
         (15, 15, {"max_tokens": 0, "prompt_logprobs": 0, "cache": "off"}, 0),
     ],
 )
-def test_a_limit_that_may_be_lowered_is_what_context_and_kv_memory_leave(kv_tokens, n_prompt, fields, max_tokens):
+def test_a_limit_over_the_context_is_refused_or_lowered_to_what_is_left(kv_tokens, n_prompt, fields, max_tokens):
     small = dataclasses.replace(MODEL, context_tokens=20, kv_tokens=kv_tokens)
-    asked = request(prompt="x", fit_max_tokens=True, **fields)
+    asked = request(prompt="x", **{"fit_max_tokens": True, **fields})
     if isinstance(max_tokens, int):
         assert fitted(asked, n_prompt, small).max_tokens == max_tokens
     else:

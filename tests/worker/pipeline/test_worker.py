@@ -19,8 +19,8 @@ from stoker_worker.ports import Busy, ClaimedJob
 from stoker_worker.settings import read_settings
 
 
-def fast(max_batch: int = 4) -> ScriptedProvider:
-    return ScriptedProvider(max_batch=max_batch, steps_per_s=1000)
+def fast() -> ScriptedProvider:
+    return ScriptedProvider(max_batch=4, steps_per_s=1000)
 
 
 class SlowProvider:
@@ -82,22 +82,10 @@ def test_the_first_jobs_caches_are_read_ahead_while_the_model_loads(monkeypatch:
     assert {queue.state(job_id) for job_id in queue.entries} == {"finished"}
 
 
-def test_jobs_of_agents_whose_caches_are_in_ram_are_claimed_first() -> None:
-    class Queue(InMemoryQueue):
-        def claim(self, limit: int, busy: Busy) -> list[ClaimedJob]:
-            claimed = super().claim(limit, busy)
-            order.extend(job.job_id for job in claimed)
-            return claimed
-
-    store, order = PlayedStore(), list[str]()
-    store.at_hand = {"c"}
-    queue = Queue(store.is_at_hand)
-    for agent_id in "abc":
-        queue.enqueue(job_id=agent_id, agent_id=agent_id, max_tokens=1)
-    settings = read_settings({"burst": True, "poll_s": 0.001})
-    Worker(settings, queue, store, fast(max_batch=1)).run()
-    assert order == ["c", "a", "b"]
-    assert store.budget.place_of == queue.place_of  # of those that wait, the last one loses its cache first
+def test_of_the_agents_that_wait_the_last_one_loses_its_cache_first() -> None:
+    queue, store = InMemoryQueue(), PlayedStore()
+    Worker(read_settings({}), queue, store, fast())
+    assert store.budget.place_of == queue.place_of
 
 
 class HangingQueue(InMemoryQueue):
@@ -184,21 +172,15 @@ def test_a_worker_with_a_thread_that_died_ends_with_an_error(monkeypatch: pytest
     assert queue.state("a") in ("queued", "started")
 
 
-def run_burst(queue: InMemoryQueue, **settings: Any) -> PlayedStore:
-    store = PlayedStore()
-    Worker(read_settings({"burst": True, "poll_s": 0.005, **settings}), queue, store, fast()).run()
-    return store
-
-
 def test_a_burst_ends_every_job_and_saves_each_turn_once() -> None:
-    queue = InMemoryQueue()
+    queue, store = InMemoryQueue(), PlayedStore()
     for turn in range(3):
         for agent_id in "abc":
             queue.enqueue(
                 job_id=f"{agent_id}{turn}", agent_id=agent_id, context="append", prompt="say so", max_tokens=9
             )
     queue.enqueue(job_id="broken", agent_id="d", prompt="fail because", retries=1)
-    store = run_burst(queue)
+    Worker(read_settings({"burst": True, "poll_s": 0.005}), queue, store, fast()).run()
     states = {job_id: entry.state for job_id, entry in queue.entries.items()}
     assert states.pop("broken") == "failed"
     assert set(states.values()) == {"finished"}
