@@ -131,20 +131,15 @@ def test_a_cancel_is_refused_after_the_worker_died_in_its_save(connection, produ
     assert places(connection, "job") == ["finished"]
 
 
-@pytest.mark.parametrize("end", ["fails", "goes on to another model"])
-def test_a_run_whose_turn_was_not_saved_can_be_canceled_again_after_it(producer, plain, queue, end):
+@pytest.mark.parametrize("then", ["fails", "goes on to another model", "is enqueued anew"])
+def test_a_job_can_be_canceled_again_after_a_run_whose_turn_was_not_saved(producer, plain, queue, then):
     enqueue(plain, **RETRIES["at once"])
     [job] = claim(queue)
     job.begin_save()
-    WAYS_ON[end](job)
-    assert producer.ticket("job").cancel() is True
-
-
-def test_an_id_used_anew_can_be_canceled_though_an_earlier_job_of_it_was_being_saved(producer, plain, queue):
-    enqueue(plain)
-    [job] = claim(queue)
-    job.begin_save()
-    enqueue(plain)
+    if then == "is enqueued anew":
+        enqueue(plain)
+    else:
+        WAYS_ON[then](job)
     assert producer.ticket("job").cancel() is True
 
 

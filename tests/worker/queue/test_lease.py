@@ -61,15 +61,19 @@ def test_a_new_process_with_a_dead_holders_pid_does_not_keep_its_lease(connectio
     lease(connection, "second").acquire()
 
 
-def test_a_lease_that_is_not_renewed_expires_and_its_holder_learns_that_it_is_deposed(connection):
+@pytest.mark.parametrize("has_left_again", [False, True])
+def test_a_holder_learns_that_another_had_its_lease_after_it_expired(connection, has_left_again):
     first, second = lease(connection, "first", ttl_s=0.05), lease(connection, "second")
     first.acquire()
     time.sleep(0.1)
     second.acquire()
+    if has_left_again:
+        second.release()
     assert not first.renew()
     assert not first.renew()
     first.release()
-    assert second.renew()
+    assert connection.exists(LEASE) == (not has_left_again)
+    assert second.renew() == (not has_left_again)
 
 
 def test_a_lease_is_renewed_on_a_server_that_is_full(connection):
@@ -84,17 +88,6 @@ def test_a_lease_is_renewed_on_a_server_that_is_full(connection):
     finally:
         connection.config_set("maxmemory", 0)
     assert connection.pttl(LEASE) > 5000
-
-
-def test_a_holder_whose_successor_has_left_again_does_not_resume_under_its_old_number(connection):
-    first, second = lease(connection, "first"), lease(connection, "second")
-    first.acquire()
-    connection.delete(LEASE)  # it expired
-    second.acquire()
-    second.release()
-    assert not first.renew()
-    assert not first.renew()
-    assert not connection.exists(LEASE)
 
 
 def test_after_a_loss_of_all_data_the_holder_goes_on_and_the_next_one_gets_a_higher_number(connection):
