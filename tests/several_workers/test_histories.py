@@ -20,14 +20,8 @@ def broken(redis_url, first, last):
     plays a few histories, because workers that crash in one keep their files open."""
     environment, found = os.environ | {"PYTHONHASHSEED": "0"}, []
     for seed in range(first, last, AT_ONCE):
-        command = [
-            sys.executable,
-            "-m",
-            "tests.several_workers.world",
-            redis_url,
-            str(seed),
-            str(min(seed + AT_ONCE, last)),
-        ]
+        seeds = map(str, (seed, min(seed + AT_ONCE, last)))
+        command = [sys.executable, "-m", "tests.several_workers.world", redis_url, *seeds]
         done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
         found += done.stdout.splitlines()
     return found
