@@ -19,7 +19,7 @@ def queue(server):
 
 
 def waiting(queue):
-    queue.enqueue(TASK_PATH, job_id="j")
+    queue.enqueue(TASK_PATH, job_id="j", failure_ttl=86_400)
 
 
 def deferred(queue):

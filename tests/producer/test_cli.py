@@ -18,16 +18,6 @@ from stoker.serve.store import ResponseStore
 pytestmark = pytest.mark.server
 
 
-def test_submit_with_an_id_of_ones_own_makes_no_second_job(stoker, worker):
-    for _ in range(2):
-        assert stoker("submit", "--agent", "a", "--prompt", "hi", "--job-id", "mine") == (0, "mine\n", "")
-    worker.finish("mine")
-    assert stoker("submit", "--agent", "a", "--prompt", "hi", "--job-id", "mine", "--wait")[:2] == (0, "hello\n")
-    code, out, err = stoker("submit", "--agent", "a", "--prompt", "other", "--job-id", "mine")
-    assert (code, out) == (2, "")
-    assert err.startswith("DuplicateJob: job_id: 'mine'")
-
-
 def test_the_text_alone_is_on_stdout_and_json_is_one_object(stoker, worker):
     submitted = json.loads(stoker("submit", "--agent", "a", "--prompt", "hi", "--queue", "q", "--json")[1])
     job_id, warning = submitted["job_id"], "no worker listens to 'q', nor to any queue"

@@ -34,17 +34,6 @@ def test_jobs_run_after_those_they_depend_on(producer, connection, redis_url, tm
     assert times(connection, last)[0] >= max(times(connection, ticket)[1] for ticket in others)
 
 
-def test_a_dependency_that_ends_during_the_enqueueing_is_noticed(producer, redis_url, tmp_path):
-    with running_worker(redis_url, tmp_path / "store") as worker:
-        worker.wait_until_ready()
-        parents = [producer.submit(agent_id=f"p{n}", prompt="x", max_tokens=1 + n % 7) for n in range(60)]
-        children = [
-            producer.submit(agent_id=f"c{n}", prompt="x", max_tokens=2, depends_on=parent)
-            for n, parent in enumerate(parents)
-        ]
-        assert len(producer.results(children, timeout_s=60)) == 60
-
-
 def test_a_job_whose_dependency_ends_between_the_read_and_the_write_is_enqueued_at_once(
     producer, connection, each_step, monkeypatch
 ):

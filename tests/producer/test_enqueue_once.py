@@ -14,7 +14,6 @@ from redis.exceptions import WatchError
 from redis.retry import Retry
 from tests.producer.played_worker import PlayedWorker
 from tests.support.lossy_proxy import LossyProxy
-from tests.support.worker_process import running_worker
 
 import stoker.submitting
 from stoker import DuplicateJob, InvalidRequest, Producer, RedisUnavailable
@@ -41,10 +40,6 @@ def queued(server):
     return [job_id.decode() for job_id in server.lrange("rq:queue:generate", 0, -1)]
 
 
-def is_transaction(exchange):
-    return exchange.is_transaction
-
-
 def nth(n):
     counter = iter(range(n + 1))
     return lambda exchange: next(counter, n) == n
@@ -58,24 +53,6 @@ def until_it_succeeds(call):
         except RedisUnavailable:
             pass
     raise AssertionError("ten lost replies, and there were fewer")
-
-
-@pytest.mark.slow
-def test_fifty_jobs_whose_transactions_lose_their_replies_run_once_each(proxy, producer, server, redis_url, tmp_path):
-    with running_worker(redis_url, tmp_path / "store") as worker:  # so that jobs are started and finished meanwhile
-        tickets = []
-        for n in range(30):
-            proxy.lose(is_transaction)
-            tickets.append(producer.submit(**{**REQUEST, "agent_id": f"a{n}", "context": "append"}))
-        proxy.lose(is_transaction)
-        many = [{**REQUEST, "agent_id": f"a{30 + n}", "context": "append"} for n in range(20)]
-        tickets += producer.submit_many(many)
-        results = [Producer(server).ticket(ticket.job_id).result(timeout_s=30) for ticket in tickets]
-        worker.wait_for(lambda: server.llen("rq:queue:generate") == server.zcard("rq:wip:generate") == 0)
-    assert len(proxy.lost) == 31
-    assert server.zcard("rq:finished:generate") == 50
-    assert [server.xlen(f"rq:results:{ticket.job_id}") for ticket in tickets] == [1] * 50
-    assert [result.cache.agent_version for result in results] == [1] * 50
 
 
 @pytest.mark.parametrize("lost", range(8))
@@ -223,7 +200,7 @@ def test_ids_that_rq_does_not_allow_or_that_are_not_one_for_each_request_are_ref
 
 
 def test_a_server_that_loses_every_reply_is_given_up_with_a_clear_error(proxy, producer, server):
-    proxy.lose(is_transaction, times=1000)
+    proxy.lose(lambda exchange: exchange.is_transaction, times=1000)
     proxy.lose(lambda exchange: exchange.names == ("HMGET",), times=1000)
     with pytest.raises(RedisUnavailable):
         producer.submit(**REQUEST, job_id="j")

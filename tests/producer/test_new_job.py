@@ -119,6 +119,7 @@ def test_a_worker_that_looks_ahead_finds_agent_and_access_beside_the_request(pro
         ({"agent_id": "a b"}, "write a b"),
         ({"agent_id": "a", "cache": "read"}, "read a"),
         ({"agent_id": "a", "cache": "off"}, "none"),
+        ({"cache": "read"}, "none"),
         ({}, "none"),
     ):
         ticket = producer.submit(prompt="x", **fields)

@@ -86,7 +86,7 @@ def test_a_bad_request_is_refused_before_anything_is_sent(producer, connection):
         with pytest.raises(InvalidRequest) as caught:
             producer.submit(**{**given, **fields})
         assert SECRET not in str(caught.value)
-    with pytest.raises(RequestTooLarge):
+    with pytest.raises(RequestTooLarge, match=str(MAX_REQUEST_BYTES)):
         producer.submit(agent_id="a", prompt="x" * MAX_REQUEST_BYTES)
     assert connection.keys() == []
 

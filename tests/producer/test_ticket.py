@@ -164,16 +164,6 @@ def test_an_impossible_job_id_is_a_value_error(producer):
 # --- cancel ---
 
 
-def test_a_queued_job_is_canceled_out_of_its_queue_and_does_not_stay_for_ever(ticket, connection, worker):
-    assert ticket.cancel() is True
-    assert ticket.status() == TicketStatus("canceled")
-    assert connection.lrange("rq:queue:generate", 0, -1) == []
-    assert connection.zrange("rq:canceled:generate", 0, -1) == [ticket.job_id.encode()]
-    assert 0 < connection.ttl(f"rq:job:{ticket.job_id}") <= 7 * 86_400
-    with pytest.raises(JobCanceled):
-        ticket.result()
-
-
 def test_a_job_that_has_ended_cannot_be_canceled(producer, worker):
     finished, failed, stopped, canceled = tickets = producer.submit_many([{"agent_id": "a", "prompt": "hi"}] * 4)
     worker.finish(finished.job_id)

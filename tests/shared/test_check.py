@@ -161,7 +161,6 @@ def test_a_schema_that_is_none_is_refused_by_name(schema):
             {"route": [{"model": m, "queue": "q"} for m in ("m", "o")], "check": {"contains": "a"}},
             "'m' and 'o' in queue 'q'",
         ),
-        ({"task": "two words"}, "task"),
     ],
 )
 def test_fields_that_do_not_go_together_are_refused(fields, message):

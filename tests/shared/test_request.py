@@ -5,8 +5,7 @@ import tracemalloc
 import pytest
 
 from stoker_shared import build_request
-from stoker_shared.errors import InvalidRequest, RequestError, RequestTooLarge, RequestVersionTooNew
-from stoker_shared.wire import MAX_REQUEST_BYTES
+from stoker_shared.errors import InvalidRequest, RequestError, RequestVersionTooNew
 
 SECRET = "the launch code is 0000"
 MESSAGES = [{"role": "user", "content": SECRET}]
@@ -91,28 +90,11 @@ def test_a_refusal_is_one_short_printable_line():
     assert str(caught.value).isprintable()
 
 
-def test_any_printable_name_is_an_agent_id():
-    for agent_id in ("../../etc/passwd", "a/b", ".", "🦊", "👩‍💻", " spaces ", "x" * 200, "日本語"):
-        assert build_request({**WITH_PROMPT, "agent_id": agent_id}).agent_id == agent_id
-
-
 def test_every_version_so_far_has_the_same_fields_and_a_newer_one_is_refused_before_its_unknown_fields():
     for v in range(1, 6):
         assert build_request({"prompt": "x", "task": "t", "v": v}).as_payload() == {"v": 5, "prompt": "x", "task": "t"}
     with pytest.raises(RequestVersionTooNew, match=r"v 6.*v 5"):
         build_request({**WITH_PROMPT, "v": 6, "field_of_v6": True})
-
-
-def test_the_cache_field_decides_how_the_agents_memory_is_used():
-    uses = {"readwrite": "write", "read": "read", "off": "none"}
-    assert {cache: build_request({"prompt": "x", "agent_id": "a", "cache": cache}).access for cache in uses} == uses
-    assert build_request({"prompt": "x"}).access == build_request({"prompt": "x", "cache": "read"}).access == "none"
-
-
-def test_a_prompt_of_fifty_megabytes_is_too_large():
-    request = build_request({"agent_id": "a", "prompt": "x" * 50_000_000})
-    with pytest.raises(RequestTooLarge, match=str(MAX_REQUEST_BYTES)):
-        request.as_payload()
 
 
 USER = {"role": "user", "content": "x"}

@@ -2,27 +2,13 @@
 
 from typing import Any
 
+from tests.producer.played_worker import result_fields
+
 from stoker_shared import GenerationResult
 
-WIRE: dict[str, Any] = {
-    "job_id": "1",
-    "agent_id": "a",
-    "text": " hi",
-    "finish_reason": "stop",
-    "usage": {"prompt_tokens": 3, "cached_tokens": 2, "completion_tokens": 1},
-    "cache": {"source": "disk", "agent_version": 4, "saved": True},
-    "timing": {"queued_s": 0.1, "prefill_s": 0.2, "first_token_s": 0.3, "decode_s": 0.4, "total_s": 1.0},
-    "model": "m",
-}
 
-
-def test_a_result_survives_the_wire():
-    result = GenerationResult.model_validate(WIRE)
-    assert GenerationResult.model_validate_json(result.model_dump_json()) == result
-    assert result.text == " hi"
-    assert result.attempt == 1
-
-
-def test_fields_of_a_newer_worker_are_ignored():
-    newer = {**WIRE, "new": 1, "usage": {**WIRE["usage"], "new": 1}}
-    assert GenerationResult.model_validate(newer) == GenerationResult.model_validate(WIRE)
+def test_fields_of_a_newer_worker_are_ignored_and_missing_ones_have_defaults():
+    known: dict[str, Any] = result_fields("j")
+    newer = {**known, "new": 1, "usage": {**known["usage"], "new": 1}}
+    assert GenerationResult.model_validate(newer) == GenerationResult.model_validate(known)
+    assert GenerationResult.model_validate(known).attempt == 1

@@ -32,12 +32,7 @@ BAD = {
     "not UTF-8": (b'{"custom_id": "\xff"}', None, "invalid_json_line", None),
     "a list": (b"[]", None, "invalid_json_line", None),
     "nested too deeply": (b"[" * 100_000, None, "request_too_large", None),
-    "millions of values": (
-        b'{"custom_id": "x", "body": [' + b"0," * 2_000_000 + b"0]}",
-        None,
-        "request_too_large",
-        None,
-    ),
+    "many values": (b'{"custom_id": "x", "body": [' + b"0," * 2_000_000 + b"0]}", None, "request_too_large", None),
     "no custom_id": (raw(custom_id=...), None, "missing_required_parameter", "custom_id"),
     "a number as custom_id": (raw(custom_id=3), None, "missing_required_parameter", "custom_id"),
     "half a character": (raw(custom_id="\ud800"), None, "missing_required_parameter", "custom_id"),
