@@ -1,9 +1,8 @@
 """A test's control over a worker from inside its process, without product code: kill it at a place, shift its clock,
-record what its engine generates, name its model, make it one of a later release. The fork server or `fresh_worker`
-installs the hooks before the worker's `main`.
+record what its engine generates, make it one of a later release. The fork server or `fresh_worker` installs the hooks
+before the worker's `main`.
 """
 
-import dataclasses
 import datetime
 import functools
 import importlib
@@ -33,8 +32,6 @@ def install(hooks: Mapping[str, Any]) -> None:
         write_down_generations(Path(hooks["seen"]), hooks.get("engine", SCRIPTED_ENGINE))
     if "clock" in hooks:
         shift_clock(Path(hooks["clock"]))
-    if "model" in hooks:
-        name_model(hooks["model"])
     if "reads" in hooks:
         read_requests_up_to(hooks["reads"])
 
@@ -115,20 +112,6 @@ def shift_clock(path: Path) -> None:
     names = {**vars(datetime), "datetime": Jumping}
     rq.utils.datetime = SimpleNamespace(**names)  # type: ignore[assignment, attr-defined]
     threading.Thread(target=look, daemon=True).start()
-
-
-def name_model(name: str) -> None:
-    """Let the scripted engine's model have this name."""
-
-    def wrap(load: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(load)
-        def renaming(self: Any) -> Any:
-            engine, model = load(self)
-            return engine, dataclasses.replace(model, name=name)
-
-        return renaming
-
-    _replace("stoker_worker.engine.scripted:ScriptedProvider.load", wrap)
 
 
 def read_requests_up_to(version: int) -> None:

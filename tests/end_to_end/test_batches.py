@@ -22,7 +22,7 @@ from tests.support.private_server import free_port, private_server
 from tests.support.server_fixture import require_server_program
 from tests.support.store_reader import StoreReader
 from tests.support.wait import wait_for
-from tests.support.worker_process import running_worker
+from tests.support.worker_process import burst, running_worker
 
 from stoker import Producer
 
@@ -187,8 +187,7 @@ def test_only_results_of_a_batch_are_compressed_in_redis(batch, redis_url, tmp_p
     assert batch("submit", tmp_path / "in.jsonl", "--name", "b")[0] == 0
     producer = Producer(redis_url)
     ordinary = producer.submit(agent_id="b", prompt=prompt, max_tokens=2000)
-    with running_worker(redis_url, tmp_path / "store", "--burst", "--scripted-steps-per-s", "20000") as worker:
-        assert worker.wait() == 0
+    burst(redis_url, tmp_path / "store", "--scripted-steps-per-s", "20000")
     with Redis.from_url(redis_url, decode_responses=True) as connection:
         sizes = {}
         for key in connection.scan_iter("rq:results:*"):

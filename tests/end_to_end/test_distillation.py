@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from tests.producer.batch.taught_lines import answered, asked, training_set, user, write
-from tests.support.worker_process import running_worker
+from tests.support.worker_process import burst
 
 from stoker import Producer
 
@@ -65,8 +65,6 @@ def test_a_small_model_learns_a_larger_ones_answers_and_serves_them(trained, red
     assert losses[-1] < losses[0] / 4
     model, messages = f"{smollm2.name}+taught", [user(question("ladder", "Rome"))]
     ticket = Producer(redis_url).submit(messages=messages, model=model, max_tokens=8)
-    options = ("--burst", "--model", str(smollm2), "--adapter", str(adapter))
-    with running_worker(redis_url, tmp_path / "store", *options) as worker:
-        assert worker.wait(240) == 0, worker.log
+    burst(redis_url, tmp_path / "store", "--model", str(smollm2), "--adapter", str(adapter))
     result = ticket.result(timeout_s=1)
     assert (result.model, result.text) == (model, ANSWER)

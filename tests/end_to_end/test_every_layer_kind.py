@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.support.store_reader import StoreReader
-from tests.support.worker_process import running_worker
+from tests.support.worker_process import burst
 from tests.worker.engine.tiny_models import CONFIGS, make_model
 
 from stoker import Producer
@@ -49,8 +49,7 @@ def test_turns_across_restarts_equal_mlx_lm_alone_and_start_from_the_last_snapsh
             prompt = new if turn and context == "append" else before + new
             fields: dict[str, Any] = {"agent_id": f"{context} {n}", "context": context, "max_tokens": MAX_TOKENS}
             tickets[context, n] = producer.submit(prompt=prompt, **fields)
-        with running_worker(redis_url, store, "--burst", "--model", str(tmp_path / name)) as worker:
-            assert worker.wait(120) == 0, worker.log
+        burst(redis_url, store, "--model", str(tmp_path / name))
         for (context, n), ticket in tickets.items():
             result, version = ticket.result(timeout_s=1), StoreReader(store).newest(f"{context} {n}")
             assert version.transcript is not None

@@ -10,15 +10,9 @@ from rq.registry import StartedJobRegistry
 from rq.serializers import JSONSerializer
 from tests.support.answers import without_total
 from tests.support.store_reader import StoreReader
-from tests.support.worker_process import running_worker
+from tests.support.worker_process import burst
 
 pytestmark = pytest.mark.server
-
-
-def burst(redis_url, store, *options, log_name="burst.log"):
-    with running_worker(redis_url, store, "--burst", *options, log_name=log_name) as worker:
-        assert worker.wait() == 0, worker.log
-    return worker.log
 
 
 def as_if_the_worker_died_after_saving(connection, job_id, expires_at):

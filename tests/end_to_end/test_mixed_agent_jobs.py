@@ -18,7 +18,7 @@ from redis import Redis
 from rq import Queue
 from rq.job import Job
 from rq.serializers import JSONSerializer
-from tests.support.worker_process import running_worker
+from tests.support.worker_process import burst, running_worker
 
 from stoker import Producer
 from stoker_shared.wire import AGENT_TASK_PATH
@@ -159,8 +159,7 @@ def test_each_job_finds_the_state_its_predecessors_left_whatever_is_killed(redis
                     assert worker.wait(30) == 0
                 else:
                     worker.kill()
-        with running_worker(redis_url, store, "--burst", log_name="last.log") as worker:
-            assert worker.wait(200) == 0, worker.log
+        burst(redis_url, store, timeout_s=200)
         wrong = {}
         for job_id, wanted in plan.wanted.items():
             have = found(connection, job_id)

@@ -9,7 +9,7 @@ import pytest
 from redis import Redis
 from rq import Queue
 from rq.serializers import JSONSerializer
-from tests.support.worker_process import running_worker
+from tests.support.worker_process import burst, running_worker
 
 from stoker import JobFailed, Producer
 from stoker_shared.wire import TASK_PATH
@@ -80,8 +80,7 @@ def test_a_refused_job_of_a_plain_rq_client_is_refused_without_quoting_it(redis_
         jobs.append(queue.enqueue(TASK_PATH, SECRET))
         fine = queue.enqueue(TASK_PATH, request={"agent_id": "a", "prompt": SAY_IT, "max_tokens": 4})
     producer = Producer(redis_url)
-    with running_worker(redis_url, tmp_path / "store", "-v", "--burst") as worker:
-        assert worker.wait() == 0
+    log = burst(redis_url, tmp_path / "store", "-v")
     reasons = []
     for job in jobs:
         with pytest.raises(JobFailed) as caught:
@@ -89,4 +88,4 @@ def test_a_refused_job_of_a_plain_rq_client_is_refused_without_quoting_it(redis_
         reasons.append(caught.value.reason)
     assert SECRET not in " ".join(reasons)
     assert producer.ticket(fine.id).result(timeout_s=1).text
-    assert SECRET not in worker.log
+    assert SECRET not in log

@@ -9,7 +9,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from tests.support.worker_process import running_worker
+from tests.support.worker_process import burst
 
 from stoker import Producer
 from stoker_worker.memory import transcripts
@@ -77,11 +77,6 @@ def test_two_turns_across_a_restart_equal_mlx_lm_alone_and_only_new_tokens_are_p
     """Of agents, one of which has a damaged block then, and of two calls of a session."""
     producer, tokenizer, store = Producer(redis_url), real_model.tokenizer, tmp_path / "store"
 
-    def run_worker(*more):
-        with running_worker(redis_url, store, "--burst", *options(smollm2), *more) as worker:
-            assert worker.wait(240) == 0, worker.log
-        return worker
-
     system, own = ({"role": "system", "content": text} for text in (BRIEF, f"No two alike. {BRIEF}"))
     chats = [[user(text)] for text in CHATS]
     chats += [[system, user("Which box is on shelf 3?")], [system, user("Give a title.")], [own, user("Where is 2?")]]
@@ -97,7 +92,7 @@ def test_two_turns_across_a_restart_equal_mlx_lm_alone_and_only_new_tokens_are_p
         return {"prompt": RAW[n]} if kind == "raw" else {"messages": chats[n]}
 
     tickets = [submit((kind, context, n), first(kind, n)) for kind, context, n in agents]
-    run_worker()
+    burst(redis_url, store, *options(smollm2))
     stored, answers = {}, {}
     for agent, ticket in zip(agents, tickets, strict=True):
         kind, _, n = agent
@@ -123,7 +118,7 @@ def test_two_turns_across_a_restart_equal_mlx_lm_alone_and_only_new_tokens_are_p
             ids = reference.chat(new["messages"])
         expected.append(ids)
         tickets.append(submit(agent, new))
-    assert "KV memory: 90 MB" in run_worker("--kv-max-bytes", str(EIGHT_BLOCKS)).log
+    assert "KV memory: 90 MB" in burst(redis_url, store, *options(smollm2), "--kv-max-bytes", str(EIGHT_BLOCKS))
     for agent, ticket, ids in zip(agents, tickets, expected, strict=True):
         result = ticket.result(timeout_s=1)
         assert result.text == reference.text(ids), agent
@@ -151,8 +146,7 @@ def test_a_model_without_a_tool_format_calls_the_tool_that_it_has_to_and_keeps_t
     tickets = [producer.submit(tool_choice=choice, max_tokens=most, **fields) for choice, most in choices]
     form = {"type": "json_schema", "json_schema": {"name": "trip", "schema": schema}}
     drawn = producer.submit(prompt="Once upon a time", response_format=form, max_tokens=80, temperature=1.5, seed=3)
-    with running_worker(redis_url, tmp_path / "store", "--burst", *options(smollm2)) as worker:
-        assert worker.wait(240) == 0, worker.log
+    burst(redis_url, tmp_path / "store", *options(smollm2))
     free, *called = [ticket.result(timeout_s=1) for ticket in tickets]
     assert (free.tool_calls, free.tool_error) == (None, None)
     for result in called:

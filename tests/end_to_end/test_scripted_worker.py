@@ -14,7 +14,7 @@ from rq import Callback, Queue
 from rq.job import Job
 from rq.registry import FailedJobRegistry, FinishedJobRegistry, StartedJobRegistry
 from rq.serializers import JSONSerializer
-from tests.support.worker_process import WorkerProcess, running_worker
+from tests.support.worker_process import WorkerProcess, burst, running_worker
 
 from stoker import Producer
 from stoker_shared.errors import JobFailed
@@ -70,8 +70,7 @@ def test_rq_info_takes_no_job_from_a_worker_that_was_down_or_asleep_for_a_day(
         first.signal(signal.SIGCONT)
         if end == signal.SIGKILL:
             first.wait()
-            with running_worker(redis_url, store, "--burst", log_name="next.log") as second:
-                assert second.wait() == 0, second.log
+            burst(redis_url, store)
         assert ticket.result(timeout_s=30).attempt == (2 if end == signal.SIGKILL else 1)
 
 
@@ -82,8 +81,7 @@ def test_a_job_that_kills_its_worker_three_times_alone_is_failed_with_the_reason
         with running_worker(redis_url, store, log_name=f"{attempt}.log") as worker:
             worker.wait()
             assert worker.returncode == -signal.SIGKILL
-    with running_worker(redis_url, store, "--burst", log_name="last.log") as worker:
-        assert worker.wait() == 0, worker.log
+    burst(redis_url, store)
     with pytest.raises(JobFailed, match="WorkerLostTooOften: alone in flight while 3 workers died"):
         poison.result(timeout_s=1)
     result = beside.result(timeout_s=1)
@@ -182,8 +180,7 @@ def test_every_bad_job_fails_with_one_line_and_the_jobs_beside_it_finish(redis_u
         producer.submit(agent_id=agent_id, prompt="x", max_tokens=3)
         for agent_id in ("../../etc/passwd", "a/b", ".", "\U0001f469\u200d\U0001f4bb", "  ")
     ]
-    with running_worker(redis_url, store, "--burst") as worker:
-        assert worker.wait(120) == 0, worker.log
+    burst(redis_url, store)
     for name, job_id in jobs.items():
         with pytest.raises(JobFailed, match=BAD_PAYLOADS[name][1]):
             producer.ticket(job_id).result(timeout_s=1)

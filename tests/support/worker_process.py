@@ -108,3 +108,10 @@ def running_worker(
                 worker.wait(20)
             except (AssertionError, subprocess.TimeoutExpired):
                 worker.kill()
+
+
+def burst(redis_url: str, store: Path, *arguments: str, log_name: str = "burst.log", timeout_s: float = 240) -> str:
+    """Let a worker end every job that waits, and return its log."""
+    with running_worker(redis_url, store, "--burst", *arguments, log_name=log_name) as worker:
+        assert worker.wait(timeout_s) == 0, worker.log
+    return worker.log
