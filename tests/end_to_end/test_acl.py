@@ -24,7 +24,6 @@ from rq.serializers import JSONSerializer
 from rq.worker_registration import get_keys
 from tests.support.dashboard_process import require_dashboard, running_dashboard
 from tests.support.private_server import acl_refusals, private_server
-from tests.support.server_fixture import require_server_program
 from tests.support.worker_process import SHORT, burst, running_worker
 
 from stoker import AsyncProducer, JobCanceled, JobFailed, Producer
@@ -43,7 +42,6 @@ SLOW = ("--scripted-steps-per-s", "50")
 
 @pytest.fixture
 def admin(tmp_path):
-    require_server_program()
     with private_server(tmp_path / "redis", "--aclfile", str(USERS)) as admin:
         for user in NAMES:
             admin.execute_command("ACL", "SETUSER", user, f">{user}-pw")
@@ -371,7 +369,6 @@ def may(connection, command):
 
 @pytest.fixture(scope="module")
 def shared_admin(tmp_path_factory):
-    require_server_program()
     options = ("--aclfile", str(USERS), "--enable-debug-command", "yes")  # else it refuses DEBUG to every user
     with private_server(tmp_path_factory.mktemp("acl"), *options) as admin:
         for user in NAMES:
@@ -380,7 +377,6 @@ def shared_admin(tmp_path_factory):
 
 
 def test_the_users_cannot_log_in_before_they_are_given_a_password(tmp_path):
-    require_server_program()
     with private_server(tmp_path / "redis", "--aclfile", str(USERS)) as admin:
         port = int(admin.config_get("port")["port"] or 0)
         for user in NAMES:
@@ -401,7 +397,6 @@ def test_a_workers_script_has_only_the_rights_of_the_worker(shared_admin):
 
 
 def test_the_worker_warns_of_a_forgetful_server_without_the_right_to_read_its_configuration(tmp_path):
-    require_server_program()
     forgetful = ("--appendonly", "no", "--maxmemory-policy", "allkeys-lru", "--aclfile", str(USERS))
     with private_server(tmp_path / "redis", *forgetful) as admin:
         admin.execute_command("ACL", "SETUSER", "stoker-worker", ">pw")

@@ -15,16 +15,12 @@ from openai.types.chat import ChatCompletion, ChatCompletionSystemMessageParam, 
 from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming
 from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as TextParams
 from openai.types.shared import ErrorObject
-from redis import Redis
 from rq.job import Job
 from rq.serializers import JSONSerializer
 from tests.support.private_server import free_port, private_server
-from tests.support.server_fixture import require_server_program
 from tests.support.store_reader import StoreReader
 from tests.support.wait import wait_for
 from tests.support.worker_process import burst, running_worker
-
-from stoker import Producer
 
 pytestmark = pytest.mark.server
 
@@ -94,7 +90,6 @@ def n_lines(path):
 
 @pytest.mark.timeout(600)
 def test_every_line_is_answered_once_and_in_its_agents_order_whatever_is_killed(tmp_path):
-    require_server_program()
     bad = {100 * k + 37: BAD_LINES[k % len(BAD_LINES)] for k in range(BAD)}
     write(tmp_path / "in.jsonl", [bad.get(number, turn)(number) for number in range(LINES)])
     port, store, out = free_port(), tmp_path / "store", tmp_path / "out.jsonl"
@@ -181,22 +176,19 @@ def test_openais_own_types_write_the_lines_and_parse_every_answer_of_a_worker(ba
     assert ErrorObject.model_validate(refused["body"]["error"], strict=True).code == "model_not_found"
 
 
-def test_only_results_of_a_batch_are_compressed_in_redis(batch, redis_url, tmp_path):
+def test_only_results_of_a_batch_are_compressed_in_redis(batch, producer, redis_url, connection, tmp_path):
     prompt = "say " + "the same words over and over " * 40
     write(tmp_path / "in.jsonl", [line("one", prompt=prompt, max_tokens=2000, user="a")])
     assert batch("submit", tmp_path / "in.jsonl", "--name", "b")[0] == 0
-    producer = Producer(redis_url)
     ordinary = producer.submit(agent_id="b", prompt=prompt, max_tokens=2000)
     burst(redis_url, tmp_path / "store", "--scripted-steps-per-s", "20000")
-    with Redis.from_url(redis_url, decode_responses=True) as connection:
-        sizes = {}
-        for key in connection.scan_iter("rq:results:*"):
-            [(_, fields)] = connection.xrange(key)
-            sizes[key.removeprefix("rq:results:")] = len(fields["return_value"])
+    sizes = {}
+    for key in connection.scan_iter("rq:results:*"):
+        [(_, fields)] = connection.xrange(key)
+        sizes[key.decode().removeprefix("rq:results:")] = len(fields[b"return_value"])
     [packed_id] = sizes.keys() - {ordinary.job_id}
     assert sizes[packed_id] < sizes[ordinary.job_id] / 2
-    with Redis.from_url(redis_url) as connection:
-        assert Job.fetch(ordinary.job_id, connection, JSONSerializer).return_value()["text"] == prompt[4:]
+    assert Job.fetch(ordinary.job_id, connection, JSONSerializer).return_value()["text"] == prompt[4:]
     assert producer.ticket(packed_id).result(timeout_s=1).text == ordinary.result(timeout_s=1).text
     assert batch("fetch", "b", "--out", tmp_path / "out.jsonl")[0] == 0
 

@@ -21,7 +21,6 @@ from rq import Queue
 from rq.serializers import JSONSerializer
 from tests.support.dashboard_process import STOKER, browser, require_dashboard, running_dashboard  # noqa: F401
 from tests.support.private_server import private_server
-from tests.support.server_fixture import require_server_program
 from tests.support.worker_process import running_worker
 
 from stoker import Producer, Ticket
@@ -66,7 +65,6 @@ class Scene:
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory):
     require_dashboard()
-    require_server_program()
     folder = tmp_path_factory.mktemp("dashboard")
     options = ("--scripted-steps-per-s", "40", "--max-batch", str(SLOTS), "--grace-s", "0")
     with private_server(folder / "redis", "--requirepass", PASSWORD, password=PASSWORD) as admin:

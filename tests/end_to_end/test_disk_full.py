@@ -4,12 +4,10 @@ space."""
 import re
 
 import pytest
+from tests.support.store_reader import StoreReader
 from tests.support.worker_process import running_worker
 
-from stoker import Producer
 from stoker_shared.errors import JobFailed
-from stoker_worker.memory.admin.verify import verify_store
-from stoker_worker.memory.store_parts import opened
 
 pytestmark = pytest.mark.server
 
@@ -18,13 +16,10 @@ NO_SPACE = r"No space left|database or disk is full"
 WORDS = "a sentence of some length that fills a block. " * 24
 
 
-def expect_whole(store):
-    with opened(store) as parts:
-        assert list(verify_store(parts)) == []
-
-
-def test_on_a_full_disk_without_caches_full_jobs_finish_append_jobs_fail_and_saving_resumes(redis_url, small_disk):
-    producer, store = Producer(redis_url), small_disk.path / "store"
+def test_on_a_full_disk_without_caches_full_jobs_finish_append_jobs_fail_and_saving_resumes(
+    producer, redis_url, small_disk
+):
+    store = small_disk.path / "store"
 
     def ask(agent_id, context, **fields):
         return producer.submit(
@@ -64,5 +59,5 @@ def test_on_a_full_disk_without_caches_full_jobs_finish_append_jobs_fail_and_sav
         again = version(ask("f", "full"))
         assert version(ask("f", "append", prompt=" more")) == again + 1
         assert worker.returncode is None
-    expect_whole(store)
+    assert StoreReader(store).problems() == []
     assert list((store / "tmp").iterdir()) == []

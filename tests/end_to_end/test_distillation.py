@@ -6,8 +6,6 @@ import pytest
 from tests.producer.batch.taught_lines import answered, asked, training_set, user, write
 from tests.support.worker_process import burst
 
-from stoker import Producer
-
 pytestmark = [pytest.mark.model, pytest.mark.server, pytest.mark.fast_blas, pytest.mark.scheduled]
 
 THINGS = ("lamp", "kettle", "jacket", "phone", "chair", "clock", "bicycle", "radio")
@@ -60,11 +58,11 @@ def trained(training, smollm2, tmp_path_factory):
     return folder, found
 
 
-def test_a_small_model_learns_a_larger_ones_answers_and_serves_them(trained, redis_url, smollm2, tmp_path):
+def test_a_small_model_learns_a_larger_ones_answers_and_serves_them(trained, producer, redis_url, smollm2, store):
     adapter, losses = trained
     assert losses[-1] < losses[0] / 4
     model, messages = f"{smollm2.name}+taught", [user(question("ladder", "Rome"))]
-    ticket = Producer(redis_url).submit(messages=messages, model=model, max_tokens=8)
-    burst(redis_url, tmp_path / "store", "--model", str(smollm2), "--adapter", str(adapter))
+    ticket = producer.submit(messages=messages, model=model, max_tokens=8)
+    burst(redis_url, store, "--model", str(smollm2), "--adapter", str(adapter))
     result = ticket.result(timeout_s=1)
     assert (result.model, result.text) == (model, ANSWER)

@@ -9,8 +9,6 @@ from tests.support.store_reader import StoreReader
 from tests.support.worker_process import burst
 from tests.worker.engine.tiny_models import CONFIGS, make_model
 
-from stoker import Producer
-
 pytestmark = [pytest.mark.model, pytest.mark.server]
 
 MAX_TOKENS = 10
@@ -34,11 +32,12 @@ def model_folder(name, folder, tokenizer):
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next", "mamba2"])
-def test_turns_across_restarts_equal_mlx_lm_alone_and_start_from_the_last_snapshot(name, redis_url, tmp_path, smollm2):
+def test_turns_across_restarts_equal_mlx_lm_alone_and_start_from_the_last_snapshot(
+    name, producer, redis_url, store, tmp_path, smollm2
+):
     import mlx.core as mx
     from mlx_lm.generate import generate_step
 
-    producer, store = Producer(redis_url), tmp_path / "store"
     model = model_folder(name, tmp_path / name, smollm2)
     agents = [(context, n) for context in ("append", "full") for n in range(3)]
     cached = dict.fromkeys(agents, 0)

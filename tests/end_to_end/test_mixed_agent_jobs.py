@@ -14,13 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from redis import Redis
 from rq import Queue
 from rq.job import Job
 from rq.serializers import JSONSerializer
 from tests.support.worker_process import burst, running_worker
 
-from stoker import Producer
 from stoker_shared.wire import AGENT_TASK_PATH
 
 pytestmark = pytest.mark.server
@@ -140,39 +138,40 @@ def found(connection, job_id):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_each_job_finds_the_state_its_predecessors_left_whatever_is_killed(redis_url, tmp_path, seed):
-    rng, store = random.Random(seed), tmp_path / "store"
-    with Redis.from_url(redis_url) as connection, Producer(redis_url) as producer:
-        plan = Plan(rng, producer, connection)
-        for number in range(JOBS):
-            plan.enqueue(number)
-        queue = plan.queue
-        for end in range(ENDS):
-            speed = "--scripted-steps-per-s=3000"
-            with running_worker(redis_url, store, speed, "--grace-s", "0", log_name=f"{end}.log") as worker:
-                goal = JOBS * (1 - (end + rng.random()) / ENDS)
-                worker.wait_for(lambda goal=goal: len(queue) <= goal)  # type: ignore[misc]
-                time.sleep(rng.random() * 0.05)
-                if end % 3 == 2:
-                    worker.wait_until_ready()
-                    worker.signal(signal.SIGTERM)
-                    assert worker.wait(30) == 0
-                else:
-                    worker.kill()
-        burst(redis_url, store, timeout_s=200)
-        wrong = {}
-        for job_id, wanted in plan.wanted.items():
-            have = found(connection, job_id)
-            if {name: have.get(name) for name in wanted} != wanted:
-                wrong[job_id] = (wanted, have)
-        assert wrong == {}
-        assert any(found(connection, job_id).get("attempt", 1) > 1 for job_id in plan.wanted)
-        with running_worker(redis_url, store, log_name="after.log") as worker:
-            worker.wait_until_ready()
-            for agent, lengths in plan.agents.lengths.items():
-                result = producer.submit(agent_id=agent, prompt="\nsay x", context="append").result(timeout_s=30)
-                assert result.usage.prompt_tokens == lengths[-1] + 6
-                assert result.cache.miss_reason is None
+def test_each_job_finds_the_state_its_predecessors_left_whatever_is_killed(
+    producer, redis_url, connection, store, seed
+):
+    rng = random.Random(seed)
+    plan = Plan(rng, producer, connection)
+    for number in range(JOBS):
+        plan.enqueue(number)
+    queue = plan.queue
+    for end in range(ENDS):
+        speed = "--scripted-steps-per-s=3000"
+        with running_worker(redis_url, store, speed, "--grace-s", "0", log_name=f"{end}.log") as worker:
+            goal = JOBS * (1 - (end + rng.random()) / ENDS)
+            worker.wait_for(lambda goal=goal: len(queue) <= goal)  # type: ignore[misc]
+            time.sleep(rng.random() * 0.05)
+            if end % 3 == 2:
+                worker.wait_until_ready()
+                worker.signal(signal.SIGTERM)
+                assert worker.wait(30) == 0
+            else:
+                worker.kill()
+    burst(redis_url, store, timeout_s=200)
+    wrong = {}
+    for job_id, wanted in plan.wanted.items():
+        have = found(connection, job_id)
+        if {name: have.get(name) for name in wanted} != wanted:
+            wrong[job_id] = (wanted, have)
+    assert wrong == {}
+    assert any(found(connection, job_id).get("attempt", 1) > 1 for job_id in plan.wanted)
+    with running_worker(redis_url, store, log_name="after.log") as worker:
+        worker.wait_until_ready()
+        for agent, lengths in plan.agents.lengths.items():
+            result = producer.submit(agent_id=agent, prompt="\nsay x", context="append").result(timeout_s=30)
+            assert result.usage.prompt_tokens == lengths[-1] + 6
+            assert result.cache.miss_reason is None
     verify = [sys.executable, "-m", "stoker_worker", "memory", "verify", "--store", str(store)]
     checked = subprocess.run(verify, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout + checked.stderr

@@ -5,11 +5,8 @@ import os
 import subprocess
 
 import pytest
-from redis import Redis
 from tests.support.lossy_proxy import LossyProxy
 from tests.support.worker_process import running_worker
-
-from stoker import Producer
 
 pytestmark = pytest.mark.server
 
@@ -71,7 +68,7 @@ def test_waiting_and_running_jobs_are_canceled(node, worker):
     assert (shown[4], shown[5]["state"]) == (False, "missing")
 
 
-def test_a_chosen_id_makes_one_job_however_often_it_is_submitted(node, redis_url):
+def test_a_chosen_id_makes_one_job_however_often_it_is_submitted(node, connection, producer):
     shown = node("""
         const request = { agent_id: "i", prompt: "say once" };
         const same = Array.from({ length: 10 }, () => submit(redis, request, { jobId: "mine" }));
@@ -84,15 +81,12 @@ def test_a_chosen_id_makes_one_job_however_often_it_is_submitted(node, redis_url
     assert "names a job with another request" in shown[1]["message"]
     assert "still queued" in shown[2]["message"]
     assert "letters" in shown[3]["message"]
-    with Redis.from_url(redis_url) as connection:
-        assert connection.lrange("rq:queue:generate", 0, -1) == [b"mine"]
-    assert Producer(redis_url).ticket("mine").status().position == 0
+    assert connection.lrange("rq:queue:generate", 0, -1) == [b"mine"]
+    assert producer.ticket("mine").status().position == 0
 
 
-def test_a_lost_reply_makes_no_second_job(node, redis_url):
-    with Redis.from_url(redis_url) as connection:
-        port = connection.connection_pool.connection_kwargs["port"]
-        with LossyProxy(port) as proxy:
-            proxy.lose(lambda exchange: exchange.is_transaction and exchange.holds("RPUSH"))
-            [job_id] = node('show(await submit(redis, { prompt: "x" }));', proxy.url)
-        assert connection.lrange("rq:queue:generate", 0, -1) == [job_id.encode()]
+def test_a_lost_reply_makes_no_second_job(node, connection):
+    with LossyProxy(connection.connection_pool.connection_kwargs["port"]) as proxy:
+        proxy.lose(lambda exchange: exchange.is_transaction and exchange.holds("RPUSH"))
+        [job_id] = node('show(await submit(redis, { prompt: "x" }));', proxy.url)
+    assert connection.lrange("rq:queue:generate", 0, -1) == [job_id.encode()]

@@ -6,12 +6,11 @@ import zlib
 from contextlib import suppress
 
 import pytest
-from redis import Redis
 from rq import Queue
 from rq.serializers import JSONSerializer
 from tests.support.worker_process import burst, running_worker
 
-from stoker import JobFailed, Producer
+from stoker import JobFailed
 from stoker_shared.wire import TASK_PATH
 
 pytestmark = pytest.mark.server
@@ -35,10 +34,11 @@ def fields(connection, key):
         yield name.decode(), value
 
 
-def test_neither_prompts_nor_answers_are_in_logs_descriptions_or_any_other_place(redis_url, tmp_path):
-    producer, connection = Producer(redis_url), Redis.from_url(redis_url)
+def test_neither_prompts_nor_answers_are_in_logs_descriptions_or_any_other_place(
+    producer, redis_url, connection, store
+):
     command = [sys.executable, "-c", "from stoker.cli import main; main()", "--redis", redis_url]
-    with running_worker(redis_url, tmp_path / "store", "-v", "--scripted-steps-per-s", "100") as worker:
+    with running_worker(redis_url, store, "-v", "--scripted-steps-per-s", "100") as worker:
         first = producer.submit(agent_id="a", prompt=SAY_IT, context="append", max_tokens=40)
         assert SECRET in first.result(timeout_s=30).text
         chat = [{"role": "user", "content": SAY_IT}]
@@ -66,21 +66,19 @@ def test_neither_prompts_nor_answers_are_in_logs_descriptions_or_any_other_place
                 assert SECRET.encode() not in value, (key, name)
 
 
-def test_a_refused_job_of_a_plain_rq_client_is_refused_without_quoting_it(redis_url, tmp_path):
+def test_a_refused_job_of_a_plain_rq_client_is_refused_without_quoting_it(producer, redis_url, connection, store):
     """RQ's own description of such a job contains its prompt; the worker copies it nowhere."""
-    with Redis.from_url(redis_url) as connection:
-        queue = Queue("generate", connection=connection, serializer=JSONSerializer)
-        bad = [
-            {"agent_id": "a", "prompt": SECRET, "bogus": SECRET},
-            {"agent_id": "a", "prompt": {"text": SECRET}},
-            {"agent_id": "a", "messages": [SECRET]},
-            {"agent_id": "a", "prompt": "x", "max_tokens": SECRET},
-        ]
-        jobs = [queue.enqueue(TASK_PATH, request=request) for request in bad]
-        jobs.append(queue.enqueue(TASK_PATH, SECRET))
-        fine = queue.enqueue(TASK_PATH, request={"agent_id": "a", "prompt": SAY_IT, "max_tokens": 4})
-    producer = Producer(redis_url)
-    log = burst(redis_url, tmp_path / "store", "-v")
+    queue = Queue("generate", connection=connection, serializer=JSONSerializer)
+    bad = [
+        {"agent_id": "a", "prompt": SECRET, "bogus": SECRET},
+        {"agent_id": "a", "prompt": {"text": SECRET}},
+        {"agent_id": "a", "messages": [SECRET]},
+        {"agent_id": "a", "prompt": "x", "max_tokens": SECRET},
+    ]
+    jobs = [queue.enqueue(TASK_PATH, request=request) for request in bad]
+    jobs.append(queue.enqueue(TASK_PATH, SECRET))
+    fine = queue.enqueue(TASK_PATH, request={"agent_id": "a", "prompt": SAY_IT, "max_tokens": 4})
+    log = burst(redis_url, store, "-v")
     reasons = []
     for job in jobs:
         with pytest.raises(JobFailed) as caught:

@@ -11,7 +11,6 @@ import jsonschema
 import pytest
 from tests.support.worker_process import burst
 
-from stoker import Producer
 from stoker_worker.memory import transcripts
 from stoker_worker.memory.store_parts import opened
 
@@ -72,10 +71,10 @@ def common(a, b):
 
 
 def test_two_turns_across_a_restart_equal_mlx_lm_alone_and_only_new_tokens_are_prefilled(
-    redis_url, tmp_path, smollm2, real_model, reference
+    producer, redis_url, store, smollm2, real_model, reference
 ):
     """Of agents, one of which has a damaged block then, and of two calls of a session."""
-    producer, tokenizer, store = Producer(redis_url), real_model.tokenizer, tmp_path / "store"
+    tokenizer = real_model.tokenizer
 
     system, own = ({"role": "system", "content": text} for text in (BRIEF, f"No two alike. {BRIEF}"))
     chats = [[user(text)] for text in CHATS]
@@ -133,7 +132,7 @@ def test_two_turns_across_a_restart_equal_mlx_lm_alone_and_only_new_tokens_are_p
 
 
 def test_a_model_without_a_tool_format_calls_the_tool_that_it_has_to_and_keeps_to_a_schema(
-    redis_url, tmp_path, smollm2
+    producer, redis_url, store, smollm2
 ):
     city = {"type": "string", "enum": ["Oslo", "Rome"]}
     schema = {"type": "object", "properties": {"city": city, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
@@ -142,11 +141,10 @@ def test_a_model_without_a_tool_format_calls_the_tool_that_it_has_to_and_keeps_t
     named: Any = {"type": "function", "function": {"name": "trains"}}
     fields: dict[str, Any] = {"messages": [user("The weather in Rome for three days?")], "tools": tools}
     choices = [(None, 8), ("required", 80), (named, 80)]
-    producer = Producer(redis_url)
     tickets = [producer.submit(tool_choice=choice, max_tokens=most, **fields) for choice, most in choices]
     form = {"type": "json_schema", "json_schema": {"name": "trip", "schema": schema}}
     drawn = producer.submit(prompt="Once upon a time", response_format=form, max_tokens=80, temperature=1.5, seed=3)
-    burst(redis_url, tmp_path / "store", *options(smollm2))
+    burst(redis_url, store, *options(smollm2))
     free, *called = [ticket.result(timeout_s=1) for ticket in tickets]
     assert (free.tool_calls, free.tool_error) == (None, None)
     for result in called:

@@ -16,7 +16,6 @@ from rq.registry import FailedJobRegistry, FinishedJobRegistry, StartedJobRegist
 from rq.serializers import JSONSerializer
 from tests.support.worker_process import WorkerProcess, burst, running_worker
 
-from stoker import Producer
 from stoker_shared.errors import JobFailed
 from stoker_shared.wire import TASK_PATH
 from stoker_worker.memory.locks import store_name
@@ -162,8 +161,7 @@ BAD_PAYLOADS: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-def test_every_bad_job_fails_with_one_line_and_the_jobs_beside_it_finish(redis_url, connection, store):
-    producer = Producer(redis_url)
+def test_every_bad_job_fails_with_one_line_and_the_jobs_beside_it_finish(producer, redis_url, connection, store):
     queue = Queue("generate", connection=connection, serializer=JSONSerializer)
     jobs = {
         name: queue.enqueue(TASK_PATH, request={"agent_id": "bad", **fields}).id

@@ -8,7 +8,6 @@ from redis.exceptions import OutOfMemoryError
 from tests.producer.batch.test_commands import texts, write
 from tests.producer.played_worker import PlayedWorker
 from tests.support.private_server import private_server
-from tests.support.server_fixture import require_server_program
 from tests.support.wait import wait_for
 
 from stoker import Producer
@@ -79,7 +78,6 @@ def full_server(request, tmp_path, monkeypatch):
 
     Redis 7.0 refuses every transaction while it is full, also one that only deletes; Valkey does not.
     """
-    require_server_program()
     with private_server(tmp_path / "redis") as admin:
         if request.param:
             refuse_transactions_while_full(admin, monkeypatch)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from redis import Redis
 from redis.exceptions import RedisError
+from tests.support.server_fixture import require_server_program
 
 from stoker_worker.embedded_redis import find_program
 
@@ -22,10 +23,12 @@ def private_server(
     folder: Path, *options: str, port: int | None = None, password: str | None = None
 ) -> Iterator[Redis]:
     """Yields an administrator's connection, by unix socket: it works whatever `options` do to the network.
+    Skips as `require_server_program` does.
 
     Raises:
         ServerDidNotStart: the program refuses the options.
     """
+    require_server_program()
     folder.mkdir(exist_ok=True)
     unix_socket = folder / "admin.sock"
     listening = ["--bind", "127.0.0.1", "--port", str(free_port() if port is None else port)]
