@@ -42,10 +42,7 @@ def test_jobs_begin_with_the_cheaper_model_and_end_with_one_that_passes(workers,
     tickets = producer.submit_many(requests, models=BOTH, min_trust=0.0)
     results = producer.results(tickets, timeout_s=60)
     assert [result.accepted for result in results] == [True] * 40
-    assert [attempts(result) for result in results] == [
-        [("small", True)],
-        [("small", False), ("large", True)],
-    ] * 20
+    assert [attempts(result) for result in results] == [[("small", True)], [("small", False), ("large", True)]] * 20
     assert all(attempt.seconds > 0 for attempt in results[1].attempts)
     assert results[1].attempts[0].reason == "contains: 'yes' is missing"
     # 20 verdicts each: all are there, each a little lighter than the next.

@@ -7,8 +7,6 @@ one queue, so there is one order; a job that finds another state reveals a wrong
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +15,7 @@ import pytest
 from rq import Queue
 from rq.job import Job
 from rq.serializers import JSONSerializer
+from tests.support.store_reader import StoreReader
 from tests.support.worker_process import burst, running_worker
 
 from stoker_shared.wire import AGENT_TASK_PATH
@@ -172,6 +171,4 @@ def test_each_job_finds_the_state_its_predecessors_left_whatever_is_killed(
             result = producer.submit(agent_id=agent, prompt="\nsay x", context="append").result(timeout_s=30)
             assert result.usage.prompt_tokens == lengths[-1] + 6
             assert result.cache.miss_reason is None
-    verify = [sys.executable, "-m", "stoker_worker", "memory", "verify", "--store", str(store)]
-    checked = subprocess.run(verify, capture_output=True, text=True, check=False)
-    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert StoreReader(store).problems() == []

@@ -149,11 +149,8 @@ def test_watch_goes_on_when_redis_was_away(producer, stoker, monkeypatch):
     monkeypatch.setattr(status_command, "EVERY_S", 0)
     code, text, _ = stoker("status", "--watch")
     assert code == 0
-    assert [line for line in text.splitlines() if line in ("no queues", "Redis is away")] == [
-        "no queues",
-        "Redis is away",
-        "no queues",
-    ]
+    shown = [line for line in text.splitlines() if line in ("no queues", "Redis is away")]
+    assert shown == ["no queues", "Redis is away", "no queues"]
 
 
 def test_watch_takes_neither_a_job_nor_json(stoker):
