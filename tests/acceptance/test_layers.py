@@ -6,46 +6,25 @@ Each model has a turn, the store is opened anew, and the next turn goes on from 
 import random
 
 import pytest
-from tests.worker.engine.layouts import Layout, random_ids, run, work
-from tests.worker.memory.agents import Agent, make_transcript, make_turn, open_store, problems_of, reopen
-from tests.zoo import architectures
+from tests.worker.engine.layouts import Layout, random_ids
+from tests.worker.engine.test_layout_memory import Conversation
+from tests.zoo.architectures import make_model
 
-from stoker_worker.models.cache_probe import read_cache_spec
-from stoker_worker.ports import LoadedModel
 from stoker_worker.ports.cache_spec import LayerKind
 from stoker_worker.ports.model import Batching
 
 pytestmark = [pytest.mark.mlx, pytest.mark.slow]
 
 
-def latent_layout():
-    """A tiny random DeepSeek V3."""
-    layout = Layout("llama", eos=False)
-    layout.model = architectures.make_model("deepseek_v3")
-    layout.spec = read_cache_spec(layout.model)
-    return layout
-
-
 def check_a_turn_goes_on_from_the_store(layout, folder):
-    layout.loaded = LoadedModel("m", "ab" * 32, "tok", 8192, layout.spec, layout.loaded.tokenizer)
-    store, rng = open_store(folder), random.Random(1)
+    conversation, rng = Conversation(layout, folder), random.Random(1)
     ids = tuple(random_ids(rng, 600))
-    for n_stored in (0, 612):
-        agent = Agent(store, model=layout.loaded)
-        base = agent.open()
-        restored = store.restore(ids, agent=base, model=layout.loaded, salt=None)
-        assert (restored.prefix.n_tokens if restored.prefix else 0) == n_stored
-        assert restored.source == ("disk" if n_stored else "none")
-        one = work(ids, 12, restored.prefix)
-        (done,) = run(layout.engine(), [one])
-        assert list(done.generated_ids) == layout.alone(ids, 12)
-        assert len(set(done.generated_ids)) > 3, "an answer that depends on nothing shows nothing"
-        ids = (*ids, *done.generated_ids)
-        store.save(make_turn(agent, base, make_transcript(ids), done.cache))
-        assert problems_of(store) == []
-        store = reopen(store, folder)
-        ids = (*ids, *random_ids(rng, 40))
-    store.close()
+    for n_stored, source in ((0, "none"), (612, "disk")):
+        assert conversation.turn(ids, 12) == (n_stored, None)
+        assert conversation.source == source
+        answer = conversation.said[-1][len(ids) :]
+        assert len(set(answer)) > 3, "an answer that depends on nothing shows nothing"
+        ids = (*ids, *answer, *random_ids(rng, 40))
 
 
 def test_mock_moe_alternating_layers(tmp_path):
@@ -61,7 +40,7 @@ def test_mock_moe_alternating_layers(tmp_path):
 
 def test_mla_layers_are_stored(tmp_path):
     """No document asks for it: with MLA, a layer keeps a latent vector and a rotary part in place of K and V."""
-    layout = latent_layout()
+    layout = Layout("deepseek_v3", eos=False, model=make_model("deepseek_v3"))
     assert {(layer.kind, layer.n_kv_heads, layer.key_dim, layer.value_dim) for layer in layout.spec.layers} == {
         (LayerKind.FULL, 1, 16, 8)
     }

@@ -31,11 +31,14 @@ class Alone:
 class Specimen:
     """No token ends a sequence here: each generates `max_tokens` tokens."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, seed: int = 0, dtype: str = "float32") -> None:
+        import mlx.core as mx
+
         from stoker_worker.models.cache_probe import read_cache_spec
 
         self.name = name
-        self.model = make_model(name)
+        self.model = make_model(name, seed)
+        self.model.set_dtype(getattr(mx, dtype))
         self.spec = read_cache_spec(self.model)
         tokenizer: Any = _NoEnd()
         self.loaded = LoadedModel(name, name, "t", context_tokens(config_of(name)), self.spec, tokenizer)

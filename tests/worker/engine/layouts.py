@@ -4,7 +4,8 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from tests.worker.engine.tiny_models import VOCABULARY, WIDE_HEADS, make_model
+from tests.worker.engine.tiny_models import WIDE_HEADS, make_model
+from tests.zoo.configs import VOCABULARY
 
 from stoker_shared import build_request
 from stoker_worker.ports import GenerationWork, LoadedModel
@@ -34,16 +35,18 @@ class Layout:
 
     Args:
         kv_bits: 8: full attention keeps 8 bits; the heads are wide enough for that.
+        model: another one than that of the family `name`.
     """
 
-    def __init__(self, name, *, eos=True, dtype="float32", kv_bits=None, **changes):
+    def __init__(self, name, *, eos=True, dtype="float32", kv_bits=None, model=None, **changes):
         import mlx.core as mx
 
         from stoker_worker.engine.rows.rows_generator import why_not_in_rows
         from stoker_worker.models.cache_probe import can_be_batched, read_cache_spec
         from stoker_worker.models.quantised_cache import quantise_caches
 
-        self.model = make_model(name, **({**WIDE_HEADS[name], **changes} if kv_bits else changes))
+        changes = {**WIDE_HEADS[name], **changes} if kv_bits else changes
+        self.model = make_model(name, **changes) if model is None else model
         self.model.set_dtype(getattr(mx, dtype))
         self.spec = self.plain_spec = read_cache_spec(self.model)
         self.in_8_bits = kv_bits == 8
@@ -108,6 +111,11 @@ class Layout:
 def work(ids, max_tokens, prefix=None, is_saved=True, **fields):
     request = build_request({"agent_id": "a", "prompt": "x", "max_tokens": max_tokens, **fields})
     return GenerationWork(request, tuple(ids), prefix, is_saved)
+
+
+def changed(one, **fields):
+    """The same work with other fields of its request."""
+    return replace(one, request=one.request.model_copy(update=fields))
 
 
 def run(engine, works, after_step=lambda: None):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.worker.engine.layouts import Layout, Numbers, prefix_of, random_ids, run, work
+from tests.worker.engine.layouts import Layout, Numbers, changed, prefix_of, random_ids, run, work
 from tests.worker.engine.reading import STAGES, read_along
 
 from stoker_shared import build_request
@@ -69,10 +69,6 @@ class Scripted:
 @pytest.fixture(scope="module", params=[pytest.param(Real, marks=pytest.mark.mlx), Scripted])
 def side(request):
     return request.param()
-
-
-def changed(one, **fields):
-    return replace(one, request=one.request.model_copy(update=fields))
 
 
 def test_each_sequence_ends_once_and_is_counted_until_it_does(side):
@@ -146,12 +142,15 @@ def test_a_stop_token_ends_the_answer_and_is_neither_in_text_nor_in_the_transcri
     assert done.cache.n_tokens == len(side.work(1).prompt_ids) + n
 
 
-def test_an_ignored_end_of_sequence_is_part_of_the_text(side):
+def test_an_ignored_end_of_sequence_is_part_of_the_text_and_may_be_a_stop_token(side):
     ending, one = side.ending()
     (done,) = run(ending.engine(), [changed(one, ignore_eos=True, max_tokens=20)])
     assert (done.ended_by, done.kept, len(done.generated_ids)) == ("length", 20, 20)
-    assert ending.tokenizer.eos_ids & {*done.generated_ids}
     assert done.text == ending.tokenizer.decode(done.generated_ids)
+    (end,) = ending.tokenizer.eos_ids & {*done.generated_ids}
+    (stopped,) = run(ending.engine(), [changed(one, ignore_eos=True, max_tokens=20, stop_token_ids=(end,))])
+    n = done.generated_ids.index(end)
+    assert (stopped.generated_ids, stopped.ended_by, stopped.kept) == (done.generated_ids[: n + 1], "stop", n)
 
 
 def test_nothing_ends_an_answer_before_min_tokens(side):

@@ -63,19 +63,15 @@ def test_any_history_of_any_layout_is_answered_as_if_each_sequence_were_alone(na
     agents = [Agent(common[: rng.choice((0, *BEGINNINGS))]) for _ in range(8)]
     compared = restored = cancelled = preempt = shared = 0
     for number in range(ROUNDS):
-        drafts = {"draft_ngram": number % 2 == 1}
         taken = rng.sample(agents, SEQUENCES_IN_A_ROUND)
         works = [replace(agent.next_work(rng), shares=("fuzz",)) for agent in taken]
         longest = max(len(one.prompt_ids) + one.request.max_tokens for one in works)
         prefill_tokens = rng.choice((16, 64, 100))
-        engine = layout.engine(max_batch=rng.randint(1, 5), prefill_tokens=prefill_tokens, **drafts)
+        room = {"max_batch": rng.randint(1, 5)}
         if rng.random() < 0.6:  # a pool for a few sequences, so that some wait and some are preempted
-            engine = layout.engine(
-                max_batch=5,
-                prefill_tokens=prefill_tokens,
-                blocks=engine._kv_cost.sequence_blocks(longest) + rng.randint(0, 4),
-                **drafts,
-            )
+            whole = layout.kv_cost(prefill_tokens).sequence_blocks(longest)
+            room = {"max_batch": 5, "blocks": whole + rng.randint(0, 4)}
+        engine = layout.engine(prefill_tokens=prefill_tokens, draft_ngram=number % 2 == 1, **room)
         uids = [engine.submit(one) for one in works]
         victims = {rng.choice(uids): rng.randint(1, 12) for _ in range(rng.randint(0, 2))}
         done, steps = {}, 0

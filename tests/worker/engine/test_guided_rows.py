@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.worker.engine.layouts import EOS, Layout, random_ids, run, work
-from tests.worker.engine.tiny_models import VOCABULARY
+from tests.zoo.configs import VOCABULARY
 
 from stoker_shared.errors import EngineFailed, GuideRefused
 from stoker_worker.ports.model import Batching
@@ -19,21 +19,16 @@ MODES = [("llama", Batching.ROWS), ("llama", Batching.BATCHED), ("llama", None)]
 
 
 class Chain:
-    """Allows a few tokens after each, which depend on all tokens before; then nothing but the end.
-
-    Attributes:
-        calls: how often it was asked.
-    """
+    """Allows a few tokens after each, which depend on all tokens before; then nothing but the end."""
 
     def __init__(self, seed, length=20, fails_at=None, raises=False):
         self.seed, self.length, self.fails_at, self.raises = seed, length, fails_at, raises
-        self.error, self.tokens, self.calls = None, [], 0
+        self.error, self.tokens = None, []
 
     def start(self, generated):
         self.tokens = list(generated)
 
     def after(self, token):
-        self.calls += 1
         if token is not None:
             self.tokens.append(token)
         if self.fails_at == len(self.tokens):

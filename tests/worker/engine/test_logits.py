@@ -1,15 +1,13 @@
 """Bias, penalties and ends that a request sets: each changes its own row as the reference says, and no other row."""
 
 import random
-from dataclasses import replace
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from tests.worker.engine.layouts import EOS, Layout, Numbers, random_ids, run, work
+from tests.worker.engine.layouts import EOS, Layout, Numbers, changed, random_ids, run, work
 from tests.worker.engine.test_drafts import repeating
-from tests.worker.engine.tiny_models import VOCABULARY
+from tests.zoo.configs import VOCABULARY
 
 from stoker_shared import build_request
 from stoker_worker.engine.sampling import make_processors, token_logprob
@@ -103,10 +101,6 @@ def test_reported_log_probabilities_are_as_exact_as_the_logits(dtype):
 # --- in a batch ---
 
 
-def changed(one, **fields):
-    return replace(one, request=one.request.model_copy(update=fields))
-
-
 def answer_of(layout, one):
     """The greedy answer by the reference, each token from a pass over all tokens before it."""
     fields = one.request.model_dump(exclude_defaults=True)
@@ -175,19 +169,3 @@ def test_penalties_and_stop_tokens_are_right_with_drafts():
     assert plain[2].ended_by == "stop"
     assert drafts.n_accepted > 50
     assert drafts.n_drafted > drafts.n_accepted
-
-
-def test_a_stop_token_may_be_an_end_of_sequence_that_is_ignored():
-    layout = Layout("llama", eos=False)
-    one = work(random_ids(random.Random(3), 30), 20)
-    (plain,) = run(layout.engine(), [one])
-    end = plain.generated_ids[4]
-    numbers: Any = Numbers(frozenset({end}))
-    layout.loaded = replace(layout.loaded, tokenizer=numbers)
-    ignored, stopped = run(
-        layout.engine(),
-        [changed(one, ignore_eos=True), changed(one, ignore_eos=True, stop_token_ids=(end,))],
-    )
-    assert (ignored.generated_ids, ignored.ended_by, ignored.text) == (plain.generated_ids, "length", plain.text)
-    n = plain.generated_ids.index(end)
-    assert (stopped.generated_ids, stopped.ended_by, stopped.kept) == (plain.generated_ids[: n + 1], "stop", n)

@@ -10,7 +10,9 @@ import pytest
 from tests.worker.engine.layouts import Layout
 from tests.worker.engine.tiny_models import CONFIGS
 
+from stoker_worker.engine.provider import MlxProvider
 from stoker_worker.ports.model import WIDEST, Batching, MaxBatch, ServingMode
+from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.mlx
 
@@ -363,9 +365,6 @@ def test_a_cache_made_in_another_mode_belongs_to_another_model():
 
 
 def test_a_skipped_proof_is_logged_loudly_and_is_part_of_the_identity(tmp_path, caplog):
-    from stoker_worker.engine.provider import MlxProvider
-    from stoker_worker.settings import read_settings
-
     layout = Layout("llama")
     settings = read_settings({"store": tmp_path, "model": "m", "skip_proof": True})
     with caplog.at_level(logging.WARNING):
@@ -376,9 +375,6 @@ def test_a_skipped_proof_is_logged_loudly_and_is_part_of_the_identity(tmp_path, 
 
 @pytest.mark.usefixtures("no_rows")
 def test_the_mode_and_its_reasons_are_logged(tmp_path, caplog, monkeypatch):
-    from stoker_worker.engine.provider import MlxProvider
-    from stoker_worker.settings import read_settings
-
     layout = Layout("llama")
     NoisePrefill(layout, monkeypatch)
     provider = MlxProvider(read_settings({"store": tmp_path, "model": "m"}))
@@ -411,14 +407,6 @@ def test_a_fault_in_every_third_step_is_no_rounding(dtype, monkeypatch):
     ],
 )
 def test_a_fault_is_distinguished_from_rounding(name, seed, batching):
-    import mlx.core as mx
-    from tests.zoo.architectures import make_model
     from tests.zoo.specimen import Specimen
 
-    from stoker_worker.models.cache_probe import read_cache_spec
-
-    specimen = Specimen(name)
-    specimen.model = make_model(name, seed=seed)
-    specimen.model.set_dtype(mx.bfloat16)
-    specimen.loaded = replace(specimen.loaded, spec=read_cache_spec(specimen.model))
-    assert proof_of(specimen).mode.batching == batching
+    assert proof_of(Specimen(name, seed=seed, dtype="bfloat16")).mode.batching == batching

@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from tests.worker.engine.layouts import Layout, assert_right, finish, random_ids, run, work
+from tests.worker.engine.layouts import Layout, assert_right, changed, finish, random_ids, run, work
 
 from stoker_worker.engine.scheduler import cuts_for
 from stoker_worker.engine.sequence import EndIds, Sequence
@@ -13,6 +13,8 @@ pytestmark = pytest.mark.mlx
 
 SYSTEM = 300
 OURS = ("ours",)
+CUT_NOWHERE = ("gemma3_text", "qwen3_next", "mamba2")
+"""A model with windows, one with recurrent layers too, and one that has nothing else."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,7 @@ def test_a_sequence_takes_the_beginning_of_one_that_decodes_already(layout):
     rng = random.Random(3)
     first, second = crowd(rng, n=2)
     engine = layout.engine()
-    engine.submit(replace(first, request=first.request.model_copy(update={"max_tokens": 60})))
+    engine.submit(changed(first, max_tokens=60))
     while next(iter(engine.progress().values())).tokens < 20:
         engine.step()
     done = finish(engine, [engine.submit(second)])
@@ -79,8 +81,9 @@ def test_nothing_is_shared_across_salts(layout, other):
     assert [end.cached_tokens for end in done] == [0, 0]
 
 
-def assert_go_on_without_the_first(layout):
-    works = crowd(random.Random(5), n=4)
+@pytest.mark.parametrize("name", ["llama", *CUT_NOWHERE])
+def test_the_others_go_on_when_the_first_is_cancelled_in_its_prefill(name):
+    layout, works = Layout(name, eos=False), crowd(random.Random(5), n=4)
     engine = layout.engine(prefill_tokens=32)
     uids = [engine.submit(one) for one in works]
     engine.step()
@@ -90,30 +93,17 @@ def assert_go_on_without_the_first(layout):
     assert prefilled(done, works[1:]) < SYSTEM + 3 * 41
 
 
-def test_the_others_go_on_when_the_first_is_cancelled_in_its_prefill(layout):
-    assert_go_on_without_the_first(layout)
-
-
-@pytest.fixture(scope="module", params=["gemma3_text", "qwen3_next", "mamba2"])
-def cut_nowhere(request):
-    """A model with windows, one with recurrent layers too, and one that has nothing else."""
-    return Layout(request.param, eos=False)
-
-
-def test_prompts_of_a_model_that_cannot_be_cut_prefill_one_beginning_once(cut_nowhere):
-    rng = random.Random(6)
+@pytest.mark.parametrize("name", CUT_NOWHERE)
+def test_prompts_of_a_model_that_cannot_be_cut_prefill_one_beginning_once(name):
+    layout, rng = Layout(name, eos=False), random.Random(6)
     works = crowd(rng)
     works[1:] = [replace(one, checkpoints_at=(256, SYSTEM)) for one in works[1:]]  # where they leave the first prompt
     works.append(replace(works[3], prompt_ids=(*works[3].prompt_ids[:100], *random_ids(rng, 250))))
-    done = run(cut_nowhere.engine(max_batch=4, prefill_tokens=64), works)
-    assert_right(cut_nowhere, works, done)
+    done = run(layout.engine(max_batch=4, prefill_tokens=64), works)
+    assert_right(layout, works, done)
     assert prefilled(done[:8], works[:8]) < SYSTEM + 8 * 41
     assert all([one.n_tokens for one in end.cache.checkpoints] == [256, SYSTEM] for end in done[1:8])
     assert done[8].cached_tokens == 0  # the first one has no state that early
-
-
-def test_sequences_that_wait_for_a_state_go_on_without_it_when_the_first_is_cancelled(cut_nowhere):
-    assert_go_on_without_the_first(cut_nowhere)
 
 
 def test_a_prefill_stops_for_no_prompt_that_begins_otherwise():

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from tests.worker.engine.layouts import Layout, assert_right, cache_bytes, finish, prefix_of, random_ids, run, work
 
+from stoker_worker.ports.model import Batching
+
 pytestmark = pytest.mark.mlx
 
 SYSTEM = 640
@@ -164,14 +166,8 @@ def test_sequences_of_two_beginnings_that_begin_alike_for_longer_or_less_long_ar
 def test_attention_of_other_kinds_shares_too(name):
     from tests.zoo.architectures import make_model
 
-    from stoker_worker.engine.rows.rows_generator import why_not_in_rows
-    from stoker_worker.models.cache_probe import read_cache_spec
-
-    layout = Layout("llama", eos=False)
-    layout.model = make_model(name)
-    layout.spec = read_cache_spec(layout.model)
-    layout.loaded = replace(layout.loaded, spec=layout.spec)
-    assert why_not_in_rows(layout.model, layout.spec) is None
+    layout = Layout(name, eos=False, model=make_model(name))
+    assert layout.batching == Batching.ROWS
     rng = random.Random(8)
     system = [rng.randrange(90) for _ in range(300)]
     works = [sharing([*system, *(rng.randrange(90) for _ in range(n))], 6) for n in (3, 9, 30, 5)]
