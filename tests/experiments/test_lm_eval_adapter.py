@@ -3,17 +3,15 @@
 import sys
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.experiments.experiments_process import EXPERIMENTS
 from tests.producer.played_worker import result_fields
 
 from stoker_shared import build_request
 from stoker_shared.result import GenerationResult
-
-EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
 
 
 class Words:

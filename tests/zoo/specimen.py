@@ -7,11 +7,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tests.worker.engine.layouts import Numbers
+from tests.worker.engine import layouts
 from tests.zoo.architectures import config_of, make_model
-from tests.zoo.configs import VOCABULARY
 
-from stoker_shared import build_request
 from stoker_worker.models.loading import context_tokens
 from stoker_worker.ports import CompletedGeneration, GenerationWork, LoadedModel, SequenceCache
 from stoker_worker.ports.model import ServingMode
@@ -40,7 +38,7 @@ class Specimen:
         self.model = make_model(name, seed)
         self.model.set_dtype(getattr(mx, dtype))
         self.spec = read_cache_spec(self.model)
-        tokenizer: Any = _NoEnd()
+        tokenizer: Any = layouts.Numbers(frozenset({10**9}))
         self.loaded = LoadedModel(name, name, "t", context_tokens(config_of(name)), self.spec, tokenizer)
         self._alone: dict[tuple[tuple[int, ...], int], Alone] = {}
 
@@ -91,15 +89,7 @@ class Specimen:
 
 
 def work(ids: Sequence[int], max_tokens: int, prefix: SequenceCache | None = None) -> GenerationWork:
-    request = build_request(
-        {"agent_id": "a", "prompt": "x", "max_tokens": max_tokens, "logprobs": True, "top_logprobs": N_TOP}
-    )
-    return GenerationWork(request, tuple(ids), prefix)
-
-
-class _NoEnd(Numbers):
-    def __init__(self) -> None:
-        super().__init__(eos_ids=frozenset({10 * VOCABULARY}))
+    return layouts.work(ids, max_tokens, prefix, logprobs=True, top_logprobs=N_TOP)
 
 
 def _token_id(text: str) -> int:

@@ -1,8 +1,8 @@
 """The memory that a prefix is restored into: the engine goes on in it, and copies nothing."""
 
 import random
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -29,20 +29,16 @@ def restored(layout: Layout, layers: Any, n_tokens: int, n_prompt: int, max_toke
     """What the loader thread hands over."""
     from stoker_worker.engine.transfer import MlxRoom
 
-    made: list[SequenceCache] = []
-
-    def load() -> None:
+    def load() -> SequenceCache:
         room = MlxRoom(layout.spec, n_prompt, max_tokens)
         for ours, theirs in zip(layers, room.layers(), strict=True):
             for source, target in zip(ours, theirs, strict=True):
                 target[:] = 77
                 target[:, :n_tokens] = source[:, :n_tokens]
-        made.append(SequenceCache(n_tokens, (), room=room))
+        return SequenceCache(n_tokens, (), room=room)
 
-    thread = threading.Thread(target=load)
-    thread.start()
-    thread.join()
-    return made.pop()
+    with ThreadPoolExecutor(1) as loader:
+        return loader.submit(load).result()
 
 
 def addresses(layers: Any) -> list[int]:

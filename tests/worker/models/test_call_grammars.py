@@ -1,12 +1,11 @@
 """A call that has to be made is read back, by mlx-lm's own parser where it has markers, and valid for its tool."""
 
 import json
-import random
 from typing import Any
 
 import jsonschema
 import pytest
-from tests.worker.models.test_grammars import allowed, asked
+from tests.worker.models.test_grammars import allowed, asked, some_answer
 from tests.worker.models.tool_formats import ARGUMENTS, CALLS, TOOL, wrapper
 from tests.worker.pipeline.answers import answer_to
 from tokenizers import AddedToken
@@ -58,16 +57,7 @@ class Model:
     def text(self, tools: list[Any], seed: int, **fields: Any) -> str:
         """An answer that is drawn from what the grammar allows."""
         guide = self.maker.guide_for(asked(tools=tools, tool_choice="required", **fields), ())
-        draw, tokens, token = random.Random(seed), [], None
-        assert guide is not None
-        while True:
-            mask = guide.after(token)
-            assert guide.error is None, (guide.error, self.wrapper._tokenizer.decode(tokens))
-            token = draw.choice(allowed(mask))
-            if token in self.wrapper.eos_token_ids:
-                return self.wrapper._tokenizer.decode(tokens)
-            tokens.append(token)
-            assert len(tokens) < 3000
+        return some_answer(guide, self.wrapper, seed)
 
     def read(self, text: str, tools: list[Any]) -> tuple[Any, bool]:
         """The call, by mlx-lm's parser, and whether it is plain."""

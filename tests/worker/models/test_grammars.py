@@ -48,7 +48,7 @@ def some_answer(guide, wrapper, seed):
     rng, tokens, token = random.Random(seed), [], None
     while len(tokens) < 2000:
         mask = guide.after(token)
-        assert guide.error is None
+        assert guide.error is None, (guide.error, wrapper._tokenizer.decode(tokens))
         choices = allowed(mask)
         ends = wrapper.eos_token_ids & set(choices)
         token = min(ends) if ends and len(tokens) > 20 else rng.choice(choices)

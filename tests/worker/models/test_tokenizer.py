@@ -1,7 +1,7 @@
 """Text to ids and back; no message can forge a turn. Real SmolLM2 tokenizer and template."""
 
 import re
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +168,7 @@ def test_special_start_treats_a_prompt_like_mlx_lm(wrapper: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "told"),
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages[0].content + 1 }}", "TypeError"),
@@ -176,23 +176,6 @@ def test_special_start_treats_a_prompt_like_mlx_lm(wrapper: Any) -> None:
         ("{% if %}", "TemplateSyntaxError"),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         (None, "no chat template"),
-    ],
-)
-def test_every_failure_of_a_template_is_a_template_error_of_one_line(
-    wrapper: Any, template: str | None, said: str
-) -> None:
-    fork = ModelTokenizer(wrapper).fork()._wrapper
-    fork._tokenizer.chat_template = template
-    fork.has_chat_template = template is not None
-    with pytest.raises(TemplateError, match=said) as failed:
-        render(ModelTokenizer(fork), user("x"))
-    assert "\n" not in str(failed.value)
-    assert len(str(failed.value)) < 400
-
-
-@pytest.mark.parametrize(
-    ("template", "told"),
-    [
         ("{{ raise_exception('bad message: ' + messages[0].content) }}", "TemplateError in line 1: bad message: ..."),
         ("{{ raise_exception(messages[0].content) }}", "TemplateError"),
         ("{% set m = 'a ' + messages[0].content %}\n{{ raise_exception(m) }}", "TemplateError in line 2"),
@@ -200,16 +183,22 @@ def test_every_failure_of_a_template_is_a_template_error_of_one_line(
         ("{{ messages | tojson | groupby(messages[0].content) }}", "UndefinedError"),
     ],
 )
-def test_no_part_of_the_conversation_is_in_a_template_error(wrapper: Any, template: str, told: str) -> None:
+def test_every_failure_of_a_template_is_a_template_error_of_one_line_without_the_conversation(
+    wrapper: Any, template: str | None, told: str
+) -> None:
     """Errors are written to the log and to the job's failure in Redis."""
     fork = ModelTokenizer(wrapper).fork()._wrapper
     fork._tokenizer.chat_template = template
+    fork.has_chat_template = template is not None
     with pytest.raises(TemplateError) as failed:
         render(ModelTokenizer(fork), user("the secret of <|im_end|>"))
-    assert "secret" not in str(failed.value)
-    assert "a the" not in str(failed.value)
-    assert told in str(failed.value)
-    assert failed.value.__suppress_context__  # nor in a traceback
+    said = str(failed.value)
+    assert told in said
+    assert "secret" not in said
+    assert "a the" not in said
+    assert "\n" not in said
+    assert len(said) < 400
+    assert failed.value.__suppress_context__ or failed.value.__context__ is None  # nor in a traceback
 
 
 @pytest.mark.parametrize(
@@ -224,17 +213,13 @@ def test_template_arguments_cannot_replace_the_template_or_its_own_arguments(
 
 def test_forks_encode_at_the_same_time_on_their_own_threads(tokenizer: ModelTokenizer) -> None:
     expected = tokenizer.encode("hello world " * 50, special_start=True)
-    results: list[list[int]] = []
 
-    def work(own: ModelTokenizer) -> None:
-        results.extend(own.encode("hello world " * 50, special_start=True) for _ in range(20))
+    def work(own: ModelTokenizer) -> list[list[int]]:
+        return [own.encode("hello world " * 50, special_start=True) for _ in range(20)]
 
-    threads = [threading.Thread(target=work, args=(tokenizer.fork(),)) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [expected] * 60
+    with ThreadPoolExecutor(3) as threads:
+        results = [*threads.map(work, [tokenizer.fork() for _ in range(3)])]
+    assert results == [[expected] * 20] * 3
     assert tokenizer.fork()._tokenizer.backend_tokenizer is not tokenizer._tokenizer.backend_tokenizer
 
 

@@ -11,16 +11,12 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "tool-calls.md"
 WAYS = (("append", True), ("full", True), ("full", False))
 
 
-def share(prompt_tokens: int, cached: int) -> str:
-    return f"{cached} of {prompt_tokens}"
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_documented_part_of_a_conversation_is_cached(name: str) -> None:
     cells = []
     for context, keeps_thinking in WAYS:
         conversation = Conversation(FAMILIES[name], context, keeps_thinking).run()
-        cells += [share(len(prompt.ids), cached) for prompt, cached in conversation.prompts[1:]]
+        cells += [f"{cached} of {len(prompt.ids)}" for prompt, cached in conversation.prompts[1:]]
         assert all(prompt.rendered_anew is None for prompt, _ in conversation.prompts) or context == "append"
     assert f"| {name} | {' | '.join(cells)} |" in PAGE.read_text()
 

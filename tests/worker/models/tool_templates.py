@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from tests.worker.models.tool_formats import wrapper
@@ -253,11 +254,8 @@ class Conversation:
         request = build_request({**fields, "messages": messages if self.context == "append" else self.sent})
         prompt = build_prompt(request, self.transcript, self.model, self.tokenizer)
         had = self.transcript.token_ids if self.transcript else ()
-        same = next(
-            (at for at, (x, y) in enumerate(zip(prompt.ids, had, strict=False)) if x != y),
-            min(len(prompt.ids), len(had)),
-        )
-        self.prompts.append((prompt, same))
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(prompt.ids, had, strict=False))
+        self.prompts.append((prompt, len([*same])))
         said = self.family.said(THOUGHT, calls, text)
         ids = self.tokenizer.encode(said + self.family.ends[not calls], special_start=False)
         done = CompletedGeneration(0, "finished", tuple(ids), said, "eos", len(ids))
