@@ -18,8 +18,7 @@ each_that_was_run = pytest.mark.parametrize("report", RUN, ids=lambda report: re
 
 
 def script_of(report: Path) -> Path:
-    scripts = EXPERIMENTS.glob(f"exp_{number(report)}_*.py")
-    (script,) = [path for path in scripts]
+    (script,) = EXPERIMENTS.glob(f"exp_{number(report)}_*.py")
     return script
 
 

@@ -9,10 +9,11 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
-from threading import Thread
 from typing import Any, Final
 
 from tests.zoo.histories import faults
@@ -68,14 +69,9 @@ def survey(name: str) -> Surveyed:
 
 def survey_all(names: Sequence[str], *, processes: int = 2) -> dict[str, Surveyed]:
     """Survey `names` in child processes."""
-    found: dict[str, Surveyed] = {}
     shares = [list(names[number::processes]) for number in range(processes)]
-    threads = [Thread(target=lambda share=share: found.update(_in_children(share))) for share in shares]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    with ThreadPoolExecutor(processes) as threads:
+        return dict(chain.from_iterable(threads.map(lambda share: [*_in_children(share)], shares)))
 
 
 def _modes(specimen: Specimen) -> Iterator[ServingMode]:

@@ -15,7 +15,7 @@ from stoker_worker.ports.model import Batching
 
 pytestmark = pytest.mark.mlx
 
-MODES = [("llama", Batching.ROWS), ("llama", Batching.BATCHED), ("llama", None)]
+MODES = [("llama", Batching.ROWS), ("llama", Batching.BATCHED), ("llama", Batching.ONE_AT_A_TIME)]
 
 
 class Chain:
@@ -59,10 +59,6 @@ def follows(guide, ids):
     return all(token in guide.allowed(ids[:n]) for n, token in enumerate(ids))
 
 
-def engine_of(layout, batching, max_batch=4):
-    return layout.engine(batching=batching or Batching.ONE_AT_A_TIME, max_batch=max_batch if batching else 1)
-
-
 @pytest.fixture(scope="module")
 def layouts():
     return {name: Layout(name) for name in ("llama", "gemma3_text")}
@@ -74,10 +70,10 @@ def test_guided_rows_obey_and_plain_rows_answer_as_alone(layouts, name, batching
     ways = [{}, {"temperature": 1.5}, {"temperature": 0.7, "top_p": 0.9, "logprobs": True, "top_logprobs": 8}]
     guided = [guided_work(rng, n, repetition_penalty=1.1 + n / 10, **way) for n, way in enumerate(ways)]
     plain = [work(random_ids(rng, 30), 30), work(random_ids(rng, 9), 30, temperature=0.8, seed=5)]
-    alone = [run(engine_of(layout, batching), [one])[0] for one in plain]
+    alone = [run(layout.engine(batching=batching), [one])[0] for one in plain]
     works = [*guided, *plain]
     for max_batch in (1, 8):
-        done = run(engine_of(layout, batching, max_batch), works)
+        done = run(layout.engine(batching=batching, max_batch=max_batch), works)
         for one, end in zip(guided, done, strict=False):
             assert end.ended_by == "eos"
             assert len(end.generated_ids) == 21
@@ -93,8 +89,8 @@ def test_guided_rows_obey_and_plain_rows_answer_as_alone(layouts, name, batching
 def test_guided_rows_that_are_preempted_or_whose_step_breaks_go_on_exactly(layouts, name, batching, monkeypatch):
     layout, rng = layouts[name], random.Random(2)
     works = [guided_work(rng, n, temperature=0.8 * (n % 2)) for n in range(4)]
-    plain = [run(engine_of(layout, batching), [one])[0].generated_ids for one in works]
-    engine, steps = engine_of(layout, batching, 3), count(2)
+    plain = [run(layout.engine(batching=batching), [one])[0].generated_ids for one in works]
+    engine, steps = layout.engine(batching=batching, max_batch=3), count(2)
     real = engine._generator.next
 
     def trouble():
@@ -120,10 +116,10 @@ def _breaks_after(step):
 def test_a_guide_that_fails_fails_its_row_alone(layouts, name, batching, raises):
     layout, rng = layouts[name], random.Random(3)
     beside = [work(random_ids(rng, 30), 30), guided_work(rng, 1)]
-    alone = [run(engine_of(layout, batching), [one])[0].generated_ids for one in beside]
+    alone = [run(layout.engine(batching=batching), [one])[0].generated_ids for one in beside]
     for fails_at in (0, 1, 7):
         guide = Chain(9, fails_at=fails_at, raises=raises)
-        failed, *done = run(engine_of(layout, batching), [guided_work(rng, 9, guide), *beside])
+        failed, *done = run(layout.engine(batching=batching), [guided_work(rng, 9, guide), *beside])
         assert failed.outcome == "failed"
         assert isinstance(failed.error, GuideRefused)
         assert not isinstance(failed.error, EngineFailed)
@@ -133,7 +129,7 @@ def test_a_guide_that_fails_fails_its_row_alone(layouts, name, batching, raises)
 @pytest.mark.parametrize(("name", "batching"), MODES)
 def test_an_answer_that_is_whole_does_not_fail_because_its_guide_cannot_go_on(layouts, name, batching):
     """Its last token is fed after a preemption, and its guide asked once more."""
-    engine = engine_of(layouts[name], batching)
+    engine = layouts[name].engine(batching=batching)
 
     def preempt():
         sequences = [one for one in engine._scheduler.in_batch() if len(one.generated) == 4]

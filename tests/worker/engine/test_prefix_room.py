@@ -14,9 +14,7 @@ from stoker_worker.ports.model import Batching
 
 pytestmark = [pytest.mark.mlx]
 
-MODES = [Batching.ROWS, Batching.BATCHED, Batching.ONE_AT_A_TIME]
-RNG = random.Random(5)
-IDS = random_ids(RNG, 400)
+IDS = random_ids(random.Random(5), 400)
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16", "float32 in 8 bits", "bfloat16 in 8 bits"])
@@ -45,7 +43,7 @@ def addresses(layers: Any) -> list[int]:
     return [array.__array_interface__["data"][0] for pair in layers for array in pair]
 
 
-@pytest.mark.parametrize("batching", MODES)
+@pytest.mark.parametrize("batching", [Batching.ROWS, Batching.BATCHED, Batching.ONE_AT_A_TIME])
 def test_a_sequence_that_goes_on_in_restored_memory_answers_as_uncached(layout: Layout, batching: Batching) -> None:
     if layout.in_8_bits and batching == Batching.BATCHED:
         pytest.skip("in 8 bits a model runs in rows only")

@@ -15,8 +15,7 @@ from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.mlx
 
-RNG = random.Random(8)
-IDS = random_ids(RNG, 900)
+IDS = random_ids(random.Random(8), 900)
 
 
 @pytest.fixture(scope="module")
