@@ -30,10 +30,6 @@ class Real:
     def work(self, number, max_tokens=8, **fields):
         return work(random_ids(random.Random(number), 40 + 7 * number), max_tokens, **fields)
 
-    def next_turn(self, last, done, n_cached):
-        ids = (*last.prompt_ids, *done.generated_ids, 1, 2, 3)
-        return work(ids, 8, prefix_of(done.cache, n_cached) if n_cached else None)
-
     def ending(self):
         """An implementation of the same kind, and work whose answer ends by itself there."""
         one = self.work(0)
@@ -56,11 +52,6 @@ class Scripted:
         text = prompt or f"question {number} " * (number + 1)
         request = build_request({"agent_id": "a", "prompt": text, "max_tokens": max_tokens, **fields})
         return GenerationWork(request, tuple(text.encode()), None, is_saved)
-
-    def next_turn(self, last, done, n_cached):
-        request = build_request({"agent_id": "a", "prompt": "x", "max_tokens": 8})
-        ids = (*last.prompt_ids, *done.generated_ids, 1, 2, 3)
-        return GenerationWork(request, ids, prefix_of(done.cache, n_cached) if n_cached else None)
 
     def ending(self):
         return self, self.work(0, prompt="say hi")
@@ -178,8 +169,10 @@ def test_the_cache_is_returned_as_a_whole_or_not_at_all(side):
 def test_a_restored_prefix_gives_the_uncached_answer_and_is_counted(side):
     one = side.work(2)
     (done,) = run(side.engine(), [one])
+    turn = replace(one, prompt_ids=(*one.prompt_ids, *done.generated_ids, 1, 2, 3))
     for n_cached in (done.cache.n_tokens, len(one.prompt_ids), 5):
-        cached, uncached = (run(side.engine(), [side.next_turn(one, done, n)])[0] for n in (n_cached, 0))
+        restored = replace(turn, prefix=prefix_of(done.cache, n_cached))
+        cached, uncached = (run(side.engine(), [a_turn])[0] for a_turn in (restored, turn))
         assert cached.generated_ids == uncached.generated_ids
         assert (cached.cached_tokens, uncached.cached_tokens) == (n_cached, 0)
 

@@ -1,4 +1,4 @@
-"""Small random models of mlx-lm's own classes, each with the layer pattern of its family: the zoo's, but longer."""
+"""Small random models of mlx-lm's own classes, each with the layer pattern of its family; the zoo has most keys."""
 
 from importlib import import_module
 from typing import Any
@@ -31,7 +31,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 WIDE_HEADS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("llama", "gemma3_text", "gpt_oss", "qwen3_moe", "qwen3_next", "falcon_h1"), {"head_dim": 32}),
+    **{name: {"head_dim": 32} for name in ("llama", "gemma3_text", "gpt_oss", "qwen3_moe", "qwen3_next", "falcon_h1")},
     "qwen2": {"hidden_size": 128},
     "qwen3": {"head_dim": 64},
     "lfm2": {"hidden_size": 128, "block_dim": 128},
