@@ -51,14 +51,14 @@ class RunningCall:
         created_s: the answer's `created`, in Unix seconds: when the jobs were enqueued, and for an answer that is not
             streamed, when they ended.
         timeout_s: how long to wait for the results, in seconds; ``None`` in the background.
-        is_keyed: the client chose the jobs' ids.
+        may_be_repeated: see `CallJobs`.
     """
 
     def __init__(self, app: State, made: CallJobs, endpoint: Endpoint, owner: str, place: str) -> None:
         self.tickets: list[AsyncTicket] = []
         self.created_s = int(time.time())
         self.call = made.call
-        self.is_keyed = made.is_keyed
+        self.may_be_repeated = made.may_be_repeated
         self.endpoint = endpoint
         self._backend: Backend = app.backend
         self.timeout_s = None if made.call.is_background else self._backend.settings.timeout_s
@@ -72,8 +72,7 @@ class RunningCall:
         """Enqueue the jobs.
 
         Raises:
-            Failure: no worker, or too many calls in flight; or no server answers, and the jobs may be in the queue
-                under ids that a repeated call would not have.
+            Failure: no worker, too many calls in flight, or no server answers.
             DuplicateJob: the key names another job.
             RedisUnavailable: no server answers.
         """
@@ -88,8 +87,8 @@ class RunningCall:
             running.tickets = await backend.enqueue(made.jobs, ids_are_new=not made.is_keyed)
         except BaseException as error:
             await running._leave()
-            if isinstance(error, RedisUnavailable) and not made.is_keyed:
-                raise _in_doubt(error) from None
+            if isinstance(error, RedisUnavailable):
+                raise _unavailable(error, running) from None
             raise
         running._must_cancel = not made.is_keyed and not made.call.is_background
         return running
@@ -223,14 +222,13 @@ def _described(error: Exception | asyncio.CancelledError, running: RunningCall) 
     if isinstance(error, asyncio.CancelledError):
         message = "the server stops; ask again"
         return Failure(503, message, code="server_stopping", retryable=True, retry_after_s=_RESTART_S)
-    if isinstance(error, RedisUnavailable) and not running.is_keyed:
-        return _in_doubt(error)
-    return described(error)
+    return _unavailable(error, running) if isinstance(error, RedisUnavailable) else described(error)
 
 
-def _in_doubt(error: RedisUnavailable) -> Failure:
-    """The failure of a call without a key whose job may run all the same. Clients must not repeat it by themselves: the
-    agent would get the turn twice."""
+def _unavailable(error: RedisUnavailable, running: RunningCall) -> Failure:
+    """The failure of a call whose job may run all the same."""
+    if running.may_be_repeated:
+        return described(error)
     return Failure(503, f"{error}; the call's job may run all the same", code="queue_unavailable")
 
 

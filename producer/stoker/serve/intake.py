@@ -77,6 +77,12 @@ class CallJobs:
     model: str | None
     has_new_response: bool
 
+    @property
+    def may_be_repeated(self) -> bool:
+        """Whether the call may be made again while it is unknown if its jobs run. Not a call of an agent without a key:
+        the agent might get the turn twice."""
+        return self.is_keyed or all(job.request.agent_id is None for job in self.jobs)
+
 
 def call_jobs(raw: bytes, head: CallHead, settings: ServeSettings) -> CallJobs:
     """The jobs of a call with the body `raw`. Raises `Failure`, `RequestError`: the call is refused; `OSError`."""

@@ -302,22 +302,27 @@ def test_a_call_with_a_key_can_be_made_again_and_its_job_outlives_its_client(ser
             ask(client, "wait", extra_headers={"Idempotency-Key": refused})
 
 
-def test_a_call_whose_job_may_be_in_the_queue_is_not_repeated_by_its_client_unless_it_has_a_key(
+def test_an_agents_call_whose_job_may_be_in_the_queue_is_not_repeated_by_its_client_unless_it_has_a_key(
     server_url, hand, monkeypatch
 ):
     monkeypatch.setattr(connection, "_RETRIES", 0)
     with LossyProxy(urlsplit(server_url).port) as proxy, serving_at(proxy.url) as serving:
-        for said, key, is_repeated in (("say once", {}, "false"), ("say again", {"Idempotency-Key": "again"}, "true")):
+        for said, headers, is_repeated in (
+            ("say once", {"X-Stoker-Agent": "ann"}, "false"),
+            ("say other", {}, "true"),
+            ("say again", {"X-Stoker-Agent": "bob", "Idempotency-Key": "again"}, "true"),
+        ):
             ask(serving.client(), "say x")  # so that the server has its connections
             proxy.lose(lambda exchange: exchange.is_transaction and exchange.holds("rq:queue:generate"))
             proxy.lose(lambda exchange: exchange.names == ("HMGET",))  # the look whether the job is there
             with pytest.raises(openai.InternalServerError, match="no Redis server answers") as lost:
-                ask(serving.client().with_options(max_retries=0 if key else 2), said, extra_headers=key)
+                most = 0 if is_repeated == "true" else 2
+                ask(serving.client().with_options(max_retries=most), said, extra_headers=headers)
             assert (lost.value.status_code, lost.value.response.headers["x-should-retry"]) == (503, is_repeated)
             proxy.spare_all()
             made = [job_id for job_id in hand.all_jobs() if hand.line(hand.request(job_id)) == said]
             assert len(made) == 1
-        assert ask(serving.client(), said, extra_headers=key).choices[0].message.content == "again"
+        assert ask(serving.client(), said, extra_headers=headers).choices[0].message.content == "again"
 
 
 @pytest.mark.parametrize(("number", "status"), [("NaN", 400), ("-Infinity", 400), ("1e999", 413), ("-1e999", 413)])
