@@ -64,6 +64,8 @@ class CallJobs:
     Attributes:
         jobs: one for each prompt.
         is_keyed: its client chose the jobs' ids.
+        may_be_repeated: also while it is unknown whether its jobs run. Not a call of an agent without a key: the agent
+            might get the turn twice.
         call: the call as read, without the requests.
         has_one_text: the answer is one text that can be streamed as it is generated.
         model: the model that the jobs ask for; ``None`` for any.
@@ -72,16 +74,11 @@ class CallJobs:
 
     jobs: tuple[NewJob, ...]
     is_keyed: bool
+    may_be_repeated: bool
     call: ApiCall
     has_one_text: bool
     model: str | None
     has_new_response: bool
-
-    @property
-    def may_be_repeated(self) -> bool:
-        """Whether the call may be made again while it is unknown if its jobs run. Not a call of an agent without a key:
-        the agent might get the turn twice."""
-        return self.is_keyed or all(job.request.agent_id is None for job in self.jobs)
 
 
 def call_jobs(raw: bytes, head: CallHead, settings: ServeSettings) -> CallJobs:
@@ -112,7 +109,9 @@ def call_jobs(raw: bytes, head: CallHead, settings: ServeSettings) -> CallJobs:
         raise _names_another(head.key)
     has_one_text = len(requests) == 1 and requests[0].n == 1 and not requests[0].logprobs
     call = replace(call, requests=(), input=None)
-    return CallJobs(jobs, head.key is not None, call, has_one_text, requests[0].model, has_new_response)
+    is_keyed = head.key is not None
+    may_be_repeated = is_keyed or requests[0].agent_id is None
+    return CallJobs(jobs, is_keyed, may_be_repeated, call, has_one_text, requests[0].model, has_new_response)
 
 
 def _with_head(fields: Mapping[str, Any], head: CallHead) -> dict[str, Any]:

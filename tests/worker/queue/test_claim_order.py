@@ -157,7 +157,7 @@ def test_jobs_that_go_back_at_their_start_keep_their_order(connection, submit, o
 
 
 def test_the_first_losses_count_against_a_job_only_if_it_ran_alone(connection, submit, opened):
-    first, second, alone = *submit("a", queue="high"), *submit("b", "c")  # jobs of two queues run together
+    (first,), (second, alone) = submit("a", queue="high"), submit("b", "c")  # jobs of two queues run together
     for n in (1, 2):
         queue = lose(opened, n_jobs=2)
         assert [counted(connection, job_id) for job_id in (first, second)] == [[n, 0], [n, 0]]

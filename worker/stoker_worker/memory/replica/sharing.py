@@ -88,7 +88,7 @@ def _share_agent(parts: StoreParts, versions: Versions, agent_id: str) -> bool |
             if agent_id in parts.unsaved or (row is not None and row.unsaved):  # only this store knows that
                 raise Damaged("its last turn was not saved; rollback --to its newest version, or rm it, first")
             if row is None:
-                raise Damaged("no agent is found by this id: it was just removed, or its row is damaged ('memory salvage')")
+                raise Damaged("no agent is found by this id: its row is damaged ('memory salvage'), or just removed")
             if not row.version:
                 return False
             here = _chain(connection, row)
