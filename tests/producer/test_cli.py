@@ -103,7 +103,7 @@ def test_an_error_that_nobody_reads_any_more_is_no_traceback(redis_url):
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-c", "from stoker.cli import main; main()", "--redis", redis_url]
-    ran = subprocess.run([*command, "result", "j", "--json"], stdout=writer, stderr=subprocess.PIPE)
+    ran = subprocess.run([*command, "result", "j", "--json"], stdout=writer, stderr=subprocess.PIPE, check=False)
     os.close(writer)
     assert (ran.returncode, ran.stderr) == (1, b"")
 
@@ -122,7 +122,7 @@ main()
 
 @pytest.mark.parametrize(("command", "code", "said"), [("--version", 0, b""), ("serve", 2, b"give --batch-store\n")])
 def test_a_user_without_a_home_folder_can_use_every_command_but_has_to_name_the_servers(command, code, said):
-    ran = subprocess.run([sys.executable, "-c", WITHOUT_HOME, command], capture_output=True)
+    ran = subprocess.run([sys.executable, "-c", WITHOUT_HOME, command], capture_output=True, check=False)
     assert (ran.returncode, ran.stderr.endswith(said)) == (code, True)
 
 

@@ -51,7 +51,8 @@ def serve(redis_url: str, settings: ServeSettings, *, bind: str, port: int, repo
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # process 1 of a container has no default handler
         server = web_server(app, possible_connections())
         with suppress(KeyboardInterrupt):
-            server.run(sockets=[listening])
+            with suppress(SystemExit):  # earlier versions of uvicorn only return if the application cannot start
+                server.run(sockets=[listening])
             if not server.started:
                 raise StokerError("the server could not start; the log has the reason")
 

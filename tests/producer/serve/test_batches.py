@@ -14,6 +14,7 @@ from tests.support.wait import wait_for
 
 from stoker.batch import work
 from stoker.batch.input_file import InputFile
+from stoker.batch.json_lines import JsonLines
 from stoker.batch.record import BatchHeld, hold
 from stoker.serve import batch_runner
 from stoker.serve.settings import Tokens
@@ -128,9 +129,9 @@ def test_a_batch_whose_file_cannot_be_read_for_a_moment_is_tried_again(client, m
     def unreadable_at_first(*arguments, **options):
         if (fault := next(faults, None)) is not None:
             raise fault
-        return InputFile(*arguments, **options)
+        return JsonLines(*arguments, **options)
 
-    monkeypatch.setattr(batch_runner, "InputFile", unreadable_at_first)
+    monkeypatch.setattr(batch_runner, "JsonLines", unreadable_at_first)
     monkeypatch.setattr(batch_runner, "_AGAIN_S", 0.1)
     monkeypatch.setattr(batch_runner, "_LOOK_S", 0.1)
     done = until(client, begin(client, lines("say a")), "completed", "failed")
