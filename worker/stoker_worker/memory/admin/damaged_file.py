@@ -8,6 +8,7 @@ What the disk refuses to read counts as zeros.
 import os
 import struct
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 from weakref import finalize
@@ -30,7 +31,7 @@ class DamagedFile:
     """A database and its log. `bad_frames`: damaged frames of the log before its last commit."""
 
     def __init__(self, path: Path, *, whole_log: bool) -> None:
-        """`whole_log`: also read what comes after the first bad frame of the log, which SQLite leaves out. Raises
+        """`whole_log`: also read the first bad frame of the log and all after it, which SQLite leaves out. Raises
         `OSError`: a file cannot be opened."""
         self.bad_frames = 0
         self._file = os.open(path, os.O_RDONLY)
@@ -42,7 +43,9 @@ class DamagedFile:
 
     def rows(self) -> Iterator[Row]:
         """Every row of every table and index that can be read."""
-        for number in range(1, self._n_pages + 1):
+        # A store's database never shrinks, so its size in the log, which may be damaged, is not needed.
+        new = sorted(number for number in self._in_log if number > self._n_pages)
+        for number in chain(range(1, self._n_pages + 1), new):
             yield from self.rows_in(number)
 
     def rows_in(self, number: int) -> Iterator[Row]:
@@ -78,7 +81,7 @@ class DamagedFile:
         pages: dict[int, int] = {}
         bad = 0
         for at in range(_LOG_HEADER, len(log) - _FRAME + 1, _FRAME):
-            number, n_pages, its_salt, *written = _FRAME_HEADER.unpack_from(log, at)
+            number, size, its_salt, *written = _FRAME_HEADER.unpack_from(log, at)
             right = _add(log[at + 24 : at + _FRAME], order, _add(log[at : at + 8], order, seed))
             is_right = its_salt == salt and right == (*written,)
             if not is_right and not whole:
@@ -87,15 +90,15 @@ class DamagedFile:
             bad, seed = bad + (not is_right), (*written,)
             if its_salt == salt:
                 pages[number] = at + 24
-                if n_pages:  # the last frame of a transaction
+                if size:  # the last frame of a transaction
                     self._in_log.update(pages)
-                    self._n_pages, self.bad_frames, pages = n_pages, bad, {}
+                    self.bad_frames, pages = bad, {}
 
     def _payload(self, page: bytes, at: int, size: int, most: int) -> bytes:
         """A row, of which a page holds `most` bytes; the rest follows on other pages. Raises `ValueError`."""
         if size <= most:
             return page[at : at + size]
-        if size > self._n_pages * PAGE:
+        if size > (self._n_pages + len(self._in_log)) * PAGE:
             raise ValueError("longer than the file")
         local = _LEAST_LOCAL + (size - _LEAST_LOCAL) % (PAGE - 4)
         end = at + (local if local <= most else _LEAST_LOCAL)
@@ -103,7 +106,7 @@ class DamagedFile:
         following = page[end : end + 4]
         while left > 0:
             number = int.from_bytes(following, "big")
-            if not 1 < number <= self._n_pages:
+            if number < 2 or (number > self._n_pages and number not in self._in_log):
                 raise ValueError("the rest is missing")
             page = self._page(number)
             parts.append(page[4 : 4 + left])
