@@ -173,6 +173,16 @@ def test_a_damaged_log_loses_no_turn_behind_the_damage(folder: Path, truth: Trut
     assert refused(folder, truth) <= done.refused.keys() | done.lost.keys()
 
 
+@pytest.mark.parametrize("n_pages", [1, 1 << 31])
+def test_a_damaged_size_in_the_log_hides_no_page_and_adds_none(folder: Path, truth: Truth, n_pages: int) -> None:
+    log = folder / "agents.db-wal"
+    data = log.read_bytes()
+    frames = [at for at in range(32, len(data) - FRAME + 1, FRAME) if data[at + 8 : at + 16] == data[16:24]]
+    overwrite(log, frames[-1] + 4, n_pages.to_bytes(4, "big"))
+    assert salvage(folder).whole == 40
+    assert refused(folder, truth) == set()
+
+
 @pytest.mark.parametrize("how", ["no log", "an older database"])
 def test_where_the_newest_turns_are_missing_no_agent_silently_goes_back(folder: Path, truth: Truth, how: str) -> None:
     if how == "no log":
