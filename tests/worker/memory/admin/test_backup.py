@@ -12,6 +12,7 @@ from operator import methodcaller
 from pathlib import Path
 
 import pytest
+from tests.support.small_disk import SmallDisk
 from tests.worker.memory.agents import (
     MODEL,
     SNAPSHOT_SPECS,
@@ -250,6 +251,22 @@ def test_a_new_database_with_transactions_in_its_log_alone_replaces_nothing(
     assert not list(store.parts.path.glob("agents.db.*"))
     with closing(open_store(store.parts.path)) as again:
         assert again.open_agent("agent-1").number == 1
+
+
+def test_a_full_disk_is_told_by_the_file_that_could_not_be_written(
+    store: AgentCacheStore, tmp_path: Path, small_disk: SmallDisk
+) -> None:
+    copied(store, tmp_path / "backup")
+    other = small_disk.path / "store"
+    open_store(other).close()
+    small_disk.fill()
+    with pytest.raises(OSError, match=f"disk is full: '{small_disk.path}/backup'"):
+        copied(store, small_disk.path / "backup")
+    with pytest.raises(OSError, match=f"disk is full: '{other}/tmp/.*/agents.db'"):
+        restore(other, tmp_path / "backup")
+    small_disk.free()
+    assert not (small_disk.path / "backup").exists()
+    assert restore(other, tmp_path / "backup").agents == 5
 
 
 def test_an_older_database_in_the_place_of_a_restored_one_is_still_refused(

@@ -198,16 +198,28 @@ def test_an_agent_that_lacks_its_last_turn_is_named_until_that_is_settled(
     assert (two.agent().open().number, two.agent().tokens()) == (3, LONG[:40])
 
 
-def test_an_agent_whose_id_is_damaged_in_its_row_is_named(machine: Start, share: Share, tmp_path: Path) -> None:
+def test_a_database_that_hides_an_agent_is_refused(machine: Start, share: Share, tmp_path: Path) -> None:
     """Otherwise a worker would start with the store as shared, and the agent would be nowhere else."""
     say_alone(tmp_path / "one", agent=2, reviewer=1)
     flip_in_row(tmp_path / "one" / "agents.db", "reviewer", "reviewes")
     code, done = share_store(tmp_path / "one", share)
-    assert (code, done["agents"], list(done["refused"])) == (1, 1, ["reviewes"])
+    assert (code, done["error"]["type"]) == (1, "StoreUnusable")
+    assert "memory salvage" in done["error"]["message"]
     refuses(machine("one"))
-    assert CliRunner().invoke(main, ["memory", "salvage", "--store", str(tmp_path / "one")]).exit_code == 1
+    assert CliRunner().invoke(main, ["memory", "salvage", "--store", str(tmp_path / "one")]).exit_code == 0
+    code, done = share_store(tmp_path / "one", share)
+    assert (code, done["agents"], list(done["refused"])) == (1, 1, ["reviewer"])
     CliRunner().invoke(main, ["memory", "rm", "--yes", "--store", str(tmp_path / "one"), "reviewer"])
     assert share_store(tmp_path / "one", share)[0] == 0
+
+
+def test_an_agent_whose_id_is_no_text_any_more_is_named(machine: Start, share: Share, tmp_path: Path) -> None:
+    say_alone(tmp_path / "one", agent=2, reviewer=1)
+    with closing(sqlite3.connect(tmp_path / "one" / "agents.db")) as connection, connection:
+        connection.execute("UPDATE agents SET agent_id = CAST(agent_id AS BLOB) WHERE agent_id = 'reviewer'")
+    code, done = share_store(tmp_path / "one", share)
+    assert (code, done["agents"], list(done["refused"])) == (1, 1, ["reviewer"])
+    refuses(machine("one"))
 
 
 def test_a_copy_that_is_behind_is_shared_as_it_is(machine: Start, share: Share, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ A database that replaces the store's, a backup or what `salvage` made, is made i
 index of the cache files; only then are the two exchanged.
 """
 
+import errno
 import os
 import shutil
 import sqlite3
@@ -69,26 +70,35 @@ def back_up(store: StoreParts, file: Path) -> Backup:
             copy_database(source.connection, draft)
         with closing(connect_to_copy(draft)) as copy:
             with translated():
-                problem = copy.execute("PRAGMA integrity_check(1)").fetchone()[0]
-                if problem != "ok":
-                    raise StoreUnusable(f"{store.database.path} is damaged: {problem}; {HOW_TO_GO_ON}")
+                check_pages(copy, store.database.path)
             problems = tuple(x for look in (damaged_agents, damaged_answers) for x in look(lambda: nullcontext(copy)))
         return Backup(agents, draft.stat().st_size, problems)
 
 
+def check_pages(connection: Connection, path: Path) -> None:
+    """Check every page and index of the database at `path`, or of a copy. Raises `StoreUnusable`: one is damaged; the
+    message explains how to go on. Raises `sqlite3.Error`."""
+    problem = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
+    if problem != "ok":
+        raise StoreUnusable(f"{path} is damaged: {problem}; {HOW_TO_GO_ON}")
+
+
 def copy_database(source: Connection, target: Path) -> None:
     """Copy all pages to an empty file. `source` is in a transaction that has read, so that no writer makes the copy
-    begin again. Raises `sqlite3.Error`."""
+    begin again. Raises `OSError`, which names `target`; `Damaged`."""
     assert isinstance(source, sqlite3.Connection)
-    with closing(sqlite3.connect(target, isolation_level=None)) as copy:
-        copy.execute("PRAGMA journal_mode=OFF")  # it is synced when it is whole
-        copy.execute("PRAGMA synchronous=OFF")
-        source.backup(copy, pages=_PAGES, sleep=0)
+    try:
+        with translated(), closing(sqlite3.connect(target, isolation_level=None)) as copy:
+            copy.execute("PRAGMA journal_mode=OFF")  # it is synced when it is whole
+            copy.execute("PRAGMA synchronous=OFF")
+            source.backup(copy, pages=_PAGES, sleep=0)
+    except DatabaseFailed as failed:
+        raise OSError(failed.errno or errno.EIO, str(failed.__cause__), str(target)) from failed
 
 
 def connect_to_copy(path: Path) -> sqlite3.Connection:
-    """A connection that makes no file beside the copy, unless there is a log, which a replaced database may still need.
-    Raises `DatabaseFailed`."""
+    """A read-only connection to a copy. It makes no file beside the copy, unless the copy has a log, as a database that
+    was replaced may have. Raises `DatabaseFailed`."""
     has_log = path.with_name(f"{path.name}-wal").exists()
     uri = f"file:{quote(str(path.absolute()))}?{'mode=ro' if has_log else 'immutable=1'}"
     with translated():
@@ -99,7 +109,7 @@ def connect_to_copy(path: Path) -> sqlite3.Connection:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """`blocks`: on disk, and in the index now. `kept`: where the previous database is; ``None``: there was none."""
+    """`blocks`: how many are in the new index. `kept`: path of the previous database; ``None``: there was none."""
 
     blocks: int
     kept: str | None
@@ -118,10 +128,11 @@ def restore(folder: Path, backup: Path) -> RestoredBackup:
 
     Raises:
         StoreUnusable: the backup is damaged or of another format, or a worker has the store; nothing has changed.
-        OSError: it could not be read or written; nothing has changed, or the next start finishes it.
+        OSError: the backup could not be read, or the store not written. Either nothing has changed, or the next start
+            finishes the restore.
     """
     with _whole(backup) as source, refused_if_damaged(backup):
-        counts = f"SELECT count(*), max(last_used) FROM agents WHERE NOT {IS_OF_SESSION}"
+        counts = f"SELECT count(*), max(CAST(last_used AS REAL)) FROM agents WHERE NOT {IS_OF_SESSION}"
         agents, newest_use = source.execute(counts).fetchone()
 
         def copy(draft: Path) -> None:

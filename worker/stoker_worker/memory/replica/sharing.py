@@ -13,6 +13,7 @@ from typing import Final
 
 from stoker_shared.errors import VersionTaken
 from stoker_worker.memory import transcripts
+from stoker_worker.memory.admin.backup import check_pages
 from stoker_worker.memory.agent_changes import version_of
 from stoker_worker.memory.database import Connection, Damaged, write_note
 from stoker_worker.memory.replica.bucket import MARKER, Bucket, identify
@@ -29,8 +30,8 @@ _ANOTHER: Final = "there is another agent of this id there"
 
 @dataclass
 class Shared:
-    """`agents`: in both now; `put`: those of which something was put. `refused`: why an agent was not, by its id, for
-    the first ones; `n_refused`: how many."""
+    """`agents`: how many are in both stores now. `put`: for how many of them something was put there. `n_refused`: how
+    many are not shared. `refused`: why not, by agent, for the first ones of these."""
 
     agents: int = 0
     put: int = 0
@@ -42,9 +43,11 @@ def share(parts: StoreParts, bucket: Bucket, *, on_page: Callable[[Shared], obje
     """Make the shared store have all agents of this one, and note it if it has. `on_page`: called with what is done.
 
     Raises:
-        StoreUnusable: it is no shared store, and cannot be one.
+        StoreUnusable: it is no shared store, and cannot be one; or the database is damaged.
         BucketAway, OSError, Damaged: call again to continue.
     """
+    with parts.database.snapshot() as connection:
+        check_pages(connection, parts.database.path)  # a damaged index would hide agents
     note, done, last = identify(bucket, is_new=True), Shared(), b""
     bucket.landmark = MARKER
     versions = Versions(bucket)
@@ -61,7 +64,9 @@ def share(parts: StoreParts, bucket: Bucket, *, on_page: Callable[[Shared], obje
 
 
 def _page(parts: StoreParts, last: bytes) -> list[tuple[bytes, str]]:
-    sql = f"SELECT key, agent_id FROM agents WHERE key > ? AND NOT {IS_OF_SESSION} ORDER BY key LIMIT ?"
+    # In a damaged row, the id may be a blob, by which no agent is found.
+    sql = "SELECT key, CAST(agent_id AS TEXT) FROM agents"
+    sql += f" WHERE key > ? AND NOT {IS_OF_SESSION} ORDER BY key LIMIT ?"
     with parts.database.snapshot() as connection:
         return connection.execute(sql, (last, _PAGE)).fetchall()
 
@@ -88,7 +93,7 @@ def _share_agent(parts: StoreParts, versions: Versions, agent_id: str) -> bool |
             if agent_id in parts.unsaved or (row is not None and row.unsaved):  # only this store knows that
                 raise Damaged("its last turn was not saved; rollback --to its newest version, or rm it, first")
             if row is None:
-                raise Damaged("no agent is found by this id: its row is damaged ('memory salvage'), or just removed")
+                raise Damaged("no agent has this id: it was just removed, or its row is damaged ('memory salvage')")
             if not row.version:
                 return False
             here = _chain(connection, row)
