@@ -2,6 +2,7 @@
 
 import errno
 import os
+import sqlite3
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from stoker_worker.memory.store_parts import StoreParts, open_parts
 from stoker_worker.memory.transcripts import COLUMNS
 
 LONG = ids(1000)
+PAGE = 4096
 
 
 @pytest.fixture
@@ -129,6 +131,37 @@ def test_a_damaged_page_is_a_line_and_the_rest_is_still_read(parts: StoreParts) 
     assert lines.pop() == f"{tail}: it is damaged"
     assert lines
     assert all(line.startswith(f"{parts.database.path}: ") for line in lines)
+
+
+def test_a_page_that_comes_twice_is_a_line_and_not_read_for_ever(tmp_path: Path) -> None:
+    with closing(open_store(tmp_path)) as store:
+        for n in range(40):
+            Agent(store, f"{n:0200}").say(LONG[:10])
+    path = store.parts.database.path
+    data, start = bytearray(path.read_bytes()), (root_page(path, "agents") - 1) * PAGE
+    first = start + int.from_bytes(data[start + 12 : start + 14], "big")
+    data[start + 8 : start + 12] = data[first : first + 4]  # the last child of this inner page is its first one
+    path.write_bytes(data)
+    with closing(open_parts(tmp_path, FastDisk())) as parts:
+        assert f"{path}: its rows are out of order" in verify_store(parts)
+
+
+def test_an_agent_that_an_index_has_lost_is_a_line_and_its_files_are_none(tmp_path: Path) -> None:
+    with closing(open_store(tmp_path)) as store:
+        Agent(store, "agent-b").say(LONG[:300])
+    path = store.parts.database.path
+    data, page = path.read_bytes(), root_page(path, "sqlite_autoindex_agents_1")
+    index = data[(page - 1) * PAGE : page * PAGE].replace(b"agent-b", b"agent-c")
+    path.write_bytes(data[: (page - 1) * PAGE] + index + data[page * PAGE :])
+    with closing(open_parts(tmp_path, FastDisk())) as parts:
+        lines = [line for line in verify_store(parts) if not line.startswith(str(path))]
+        assert lines == ["agent 'agent-b': its indexes do not agree on the agent"]
+
+
+def root_page(path: Path, name: str) -> int:
+    with closing(sqlite3.connect(path)) as connection:
+        sql = "SELECT rootpage FROM sqlite_schema WHERE name = ?"
+        return int(connection.execute(sql, (name,)).fetchone()[0])
 
 
 @pytest.mark.parametrize("data", [b"", b"?", b"\xff" * 5000])

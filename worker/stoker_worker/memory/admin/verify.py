@@ -7,7 +7,7 @@ or a part of a file, so that memory does not grow with the store.
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -35,7 +35,7 @@ _LOST: Final = {
     "its cache files take {0} bytes one by one, and {1} bytes together": "SELECT counted, cache_bytes"
     f" FROM store, (SELECT {COUNTED_BYTES} AS counted) WHERE counted != cache_bytes",
 }
-"""Rows that do not match: a line for each row that the SQL finds."""
+"""Rows of the database that do not match: the form of a line, and the SQL that finds what to name in it."""
 
 
 def verify_store(parts: StoreParts) -> Iterator[str]:
@@ -45,7 +45,7 @@ def verify_store(parts: StoreParts) -> Iterator[str]:
     for look in (_tables(parts), damaged_agents(snapshot), damaged_answers(snapshot), blocks, pieces):
         try:
             yield from look
-        except Damaged as damage:  # so that this part cannot be read to its end
+        except Damaged as damage:  # this part cannot be read any further
             yield f"{parts.database.path}: {damage}"
 
 
@@ -75,8 +75,13 @@ def _rows(
         with snapshot() as connection:
             rows = connection.execute(sql, (*last, _AT_ONCE)).fetchall()
             lines = [f"{name.format(*row)}: {problem}" for row in rows for problem in look(connection, *row)]
+            following = rows[-1] if rows else None
+            step = "SELECT (?, ?) > (?, ?)"
+            is_ahead = following is None or connection.execute(step, (*following, *last)).fetchone()[0]
         yield from lines
-        last = rows[-1] if rows else None
+        if not is_ahead:  # else the same rows would be read for ever
+            raise Damaged("its rows are out of order")
+        last = following
 
 
 def _agent(connection: Connection, number: int, agent_id: Any) -> Iterator[str]:
@@ -165,7 +170,9 @@ def _check_piece(parts: StoreParts, path: Path, name: str) -> None:
     key = bytes.fromhex(match[2])
     with parts.database.snapshot() as connection:
         row = next(transcripts.agent_rows(connection, "WHERE key BETWEEN ? AND ?", (key, key + b"\xff" * 16)), None)
-        state = None if row is None else transcripts.read_agent(connection, row.agent_id)
+        state: transcripts.AgentState | None = None
+        with suppress(Damaged):  # `damaged_agents` names the agent
+            state = None if row is None else transcripts.read_agent(connection, row.agent_id)
     if state is None or state.version.number != int(match[3]) or state.version.transcript is None:
         read_intact(path)
     else:
