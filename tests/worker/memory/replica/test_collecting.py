@@ -13,7 +13,7 @@ from tests.worker.memory.replica.sharing import BOTH, Machine, Share
 from stoker_shared.errors import StoreUnusable
 from stoker_worker.cli.main import main
 from stoker_worker.memory.replica import caches
-from stoker_worker.memory.replica.bucket import Bucket, Stored
+from stoker_worker.memory.replica.bucket import Bucket, BucketAway, Stored
 from stoker_worker.memory.replica.collecting import collect_there
 
 pytestmark = pytest.mark.slow
@@ -143,6 +143,23 @@ def test_what_is_used_while_the_lists_are_read_stays(
     bucket.listed = list_and_work  # type: ignore[method-assign]
     assert collect_there(bucket, unused_s=25 * DAY_S).agents == 0
     assert machine("two").agent("a").cached((*ids(900), 1, 2)) == 901
+
+
+def test_a_share_that_is_unmounted_meanwhile_does_not_count_as_empty(share: Share, written: Machine) -> None:
+    """No list would name the caches, and all would go."""
+    bucket = Bucket(share.url)
+    listed = bucket.listed
+
+    def list_nothing(folder: str, limit_s: float | None = None, **more: str | None) -> list[Stored]:
+        if folder == "caches":
+            share.go_away()
+            share.objects.mkdir()  # on which it was mounted
+        return listed(folder, limit_s, **more)
+
+    bucket.listed = list_nothing  # type: ignore[method-assign]
+    with pytest.raises(BucketAway, match="is the share mounted"):
+        collect_there(bucket)
+    share.come_back()
 
 
 def test_a_cache_that_was_removed_is_written_again_when_its_agent_is_back(

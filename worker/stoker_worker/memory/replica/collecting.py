@@ -23,8 +23,8 @@ _LIMIT_S: Final = 3600.0
 
 @dataclass(frozen=True)
 class CollectedThere:
-    """What was removed, or would be: `files` of `bytes` in all, and `agents` that lose their caches. `left_bytes`: of
-    the cache files that stay."""
+    """What was removed, or would be. `files`: how many, with `bytes` in all. `agents`: how many lose their caches.
+    `left_bytes`: of the cache files that stay."""
 
     files: int
     bytes: int
@@ -40,6 +40,7 @@ def collect_there(
     if (marker := bucket.get(MARKER)) is None:
         raise StoreUnusable(f"{bucket.url} is no shared store: it has no {MARKER}")
     identity_of(bucket, marker)
+    bucket.landmark = MARKER  # a share that is not mounted any more must not look empty
     now = bucket.time()
     found = (stored for folder in (BLOCKS, PIECES) for stored in bucket.listed(folder, _LIMIT_S))
     files = {stored.name: stored for stored in found if is_cache_file(stored.name)}
