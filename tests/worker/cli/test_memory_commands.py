@@ -1,8 +1,10 @@
 """`stoker-worker memory ls | show | verify | export | import`: their output; and what all commands have in common."""
 
 import json
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -97,6 +99,30 @@ def test_unsaved_and_unreadable_agents_are_shown_as_such(command: Command, two_a
 def change(folder: Path, sql: str) -> None:
     with opened(folder) as parts:
         parts.database.commit(lambda connection: connection.execute(sql))
+
+
+def test_an_agent_whose_counts_are_lost_is_shown(command: Command, two_agents: Path) -> None:
+    set_null(two_agents, "transcript_bytes", "piece_bytes")
+    shown = command("show", "a").stdout
+    assert "pieces       0 bytes, tail and snapshots" in shown
+    assert "1000 tokens, 1 messages" in shown
+
+
+def set_null(folder: Path, *columns: str) -> None:
+    """As a damaged byte can, and SQL cannot."""
+    with closing(sqlite3.connect(folder / "agents.db", isolation_level=None)) as connection:
+        (sql,) = connection.execute("SELECT sql FROM sqlite_schema WHERE name = 'agents'").fetchone()
+        for table in (sql.replace("NOT NULL", ""), sql):
+            connection.execute("PRAGMA writable_schema=ON")
+            connection.execute("UPDATE sqlite_schema SET sql = ? WHERE name = 'agents'", (table,))
+            connection.execute("PRAGMA writable_schema=RESET")
+            if table != sql:
+                connection.execute(f"UPDATE agents SET {', '.join(f'{name} = NULL' for name in columns)}")
+
+
+def test_an_agent_that_only_one_index_finds_is_named(command: Command, two_agents: Path) -> None:
+    change(two_agents, "UPDATE agents SET key = x'00' WHERE agent_id = 'b'")
+    assert "agent 'b': its indexes do not agree on the agent" in command("show", "b", ok=False).output
 
 
 def test_show_has_everything_about_an_agent(command: Command, two_agents: Path) -> None:
@@ -198,9 +224,17 @@ def test_ls_loads_nothing_that_takes_long(two_agents: Path) -> None:
 
 def test_no_command_makes_a_store_where_there_is_none(command: Command, folder: Path, tmp_path: Path) -> None:
     changes = ("rm", "a", "--yes"), ("fork", "a", "b"), ("rollback", "a")
-    for arguments in (("ls",), ("verify",), ("export", "a", tmp_path / "a.agent"), *changes):
+    others = ("show", "a"), ("export", "a", tmp_path / "a.agent"), ("share", "file:///nowhere")
+    for arguments in (("ls",), ("verify",), *others, *changes):
         assert "there is no store at" in command(*arguments, ok=False).output
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("arguments", [("show",), ("rm", "--yes"), ("rollback",), ("fork", "a"), ("export", "\udcff")])
+def test_an_id_in_another_encoding_is_refused(command: Command, two_agents: Path, arguments: tuple[str, ...]) -> None:
+    name, *more = arguments
+    refused = command(name, "\udcff", *more, ok=False)
+    assert (refused.exit_code, refused.output.splitlines()[-1]) == (2, "Error: the arguments must be UTF-8")
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,15 @@ def test_a_backup_is_restored_where_there_is_no_store(command: Command, two_agen
     assert {x["agent_id"] for x in json.loads(command("ls", "--json", store=new).stdout)} == {"a", "b"}
 
 
+def test_a_backup_whose_time_of_use_is_damaged_is_restored(command: Command, two_agents: Path, tmp_path: Path) -> None:
+    with closing(sqlite3.connect(two_agents / "agents.db")) as connection, connection:
+        connection.execute("UPDATE agents SET last_used = 1e300 WHERE number = 1")
+        connection.execute("UPDATE agents SET last_used = x'00' WHERE number = 2")
+    command("backup", tmp_path / "backup")
+    assert command("restore", tmp_path / "backup").stdout.startswith("2 agents, and 4 blocks of their cache")
+    assert json.loads(command("restore", tmp_path / "backup", "--json").stdout)["agents"] == 2
+
+
 def test_restore_refuses_what_is_no_backup(command: Command, two_agents: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no backup")
     for file in (tmp_path / "text", tmp_path / "nowhere"):

@@ -1,8 +1,8 @@
 """`stoker-worker memory`: the commands for agents' memory. Options and output only.
 
-With ``--json``, stdout is exactly one JSON value, also for an error: ``{"error": {"type": …, "message": …}}``. (A list
-of agents is printed while it is read, so an error can cut it off.) Exit codes: 0 done, 1 failed or problems found
-(`verify`, `backup`, `share`), 2 wrong usage.
+With ``--json``, a command prints one JSON value to stdout, also for an error: ``{"error": {"type": …, "message": …}}``.
+Only wrong usage prints nothing there, and an error cuts off what `ls` prints, because it prints while it reads. Exit
+codes: 0 done, 1 failed or problems found (`verify`, `backup`, `share`), 2 wrong usage.
 """
 
 import functools
@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict
-from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -43,6 +42,10 @@ def command(run: Callable[..., None]) -> click.Command:
             require_known_variables()
         except ValueError as error:  # with a misspelt STOKER_STORE it would open another store
             raise click.UsageError(str(error)) from None
+        try:
+            "".join(value for value in options.values() if isinstance(value, str)).encode()
+        except UnicodeEncodeError:
+            raise click.UsageError("the arguments must be UTF-8") from None
         if store is None:
             store = settings_of({})[0].store
         try:
@@ -123,11 +126,12 @@ def ls(
 @click.option("--text", is_flag=True, help="The conversation too.")
 def show(store: Path, as_json: bool, agent: str, text: bool) -> None:
     """Show AGENT and its versions; with --text, its conversation too."""
+    from stoker_worker.memory.agent_changes import naming
     from stoker_worker.memory.store_parts import opened
     from stoker_worker.memory.summary import AgentSummary, versions_of
     from stoker_worker.memory.transcripts import read_agent
 
-    with opened(store) as parts, parts.database.snapshot() as connection:
+    with opened(store) as parts, naming(agent), parts.database.snapshot() as connection:
         state = read_agent(connection, agent)
         if state.row is None:
             raise AgentNotFound(f"there is no agent {agent!r}")
@@ -174,7 +178,10 @@ def verify(store: Path, as_json: bool) -> None:
 @click.argument("agent")
 @click.argument("file", type=click.Path(path_type=Path))
 def export(store: Path, as_json: bool, agent: str, file: Path) -> None:
-    """Write AGENT to a new FILE: its conversation, without caches, older versions and the answers to its jobs."""
+    """Write the conversation of AGENT to a new FILE.
+
+    Its caches, its older versions and the answers to its jobs are left out.
+    """
     from stoker_worker.memory.admin.archive import export_agent
     from stoker_worker.memory.store_parts import opened
 
@@ -224,10 +231,11 @@ def restore(store: Path, as_json: bool, backup: Path) -> None:
     The database that was there is kept beside it.
     """
     from stoker_worker.memory.admin.backup import restore as put_back
+    from stoker_worker.memory.summary import iso
 
     done = put_back(store, backup)
-    newest = done.newest_use and datetime.fromtimestamp(done.newest_use, UTC).isoformat(" ", "seconds")
-    when = f", last used {newest}" if newest else ""
+    newest = iso(done.newest_use) if done.newest_use else None
+    when = f", last used {newest.replace('T', ' ')}" if newest else ""
     words = f"{done.agents} agents{when}, and {done.blocks} blocks of their cache{_kept(done.kept)}"
     say(as_json, asdict(done), words)
 
@@ -266,12 +274,12 @@ _waiting = click.option("--wait", is_flag=True, help="Wait until no job of the a
 @command
 @click.option("--shared", "url", metavar="URL", required=True, help="The shared store.")
 @click.option("--dry-run", is_flag=True, help="Only count what would be removed.")
-@click.option("--max-bytes", type=click.IntRange(min=0), help="What may be left of caches.")
-@click.option("--unused-for", metavar="DURATION", help="Also caches of agents unused for so long: 30d, 12h.")
+@click.option("--max-bytes", type=click.IntRange(min=0), help="Remove caches until so many bytes of them are left.")
+@click.option("--unused-for", metavar="DURATION", help="Also remove caches of agents unused for so long: 30d, 12h.")
 def gc(store: Path, as_json: bool, url: str, *, dry_run: bool, max_bytes: int | None, unused_for: str | None) -> None:
-    """Remove caches from a shared store that no agent uses, but none younger than a day.
+    """Remove from a shared store the cache files that no agent uses and that are at least a day old.
 
-    A worker removes those of its own store by itself.
+    In its own store, a worker does so by itself.
     """
     from stoker_worker.memory.replica.bucket import Bucket, BucketAway
     from stoker_worker.memory.replica.collecting import collect_there
@@ -398,7 +406,7 @@ def share(store: Path, as_json: bool, url: str) -> None:
         if is_due() and not as_json:
             click.echo(f"{done.agents + done.n_refused} agents", err=True)
 
-    with closing(StoreLock(store)), opened(store) as parts:
+    with opened(store) as parts, closing(StoreLock(store)):  # in this order: the lock would make the folder
         try:
             done = share_store(parts, Bucket(url), on_page=tell)
         except BucketAway as error:

@@ -49,8 +49,8 @@ def print_agent(agent: "AgentSummary") -> None:
         "turns": agent.turns,
         "length": None if agent.tokens is None else f"{agent.tokens} tokens, {length}",
         "cached": f"{agent.cached_tokens} tokens when it was saved",
-        "transcripts": decimal(agent.transcript_bytes),
-        "pieces": f"{decimal(agent.piece_bytes)}, tail and snapshots",
+        "transcripts": decimal(agent.transcript_bytes or 0),  # NULL in a damaged row; `ls` shows 0 bytes, too
+        "pieces": f"{decimal(agent.piece_bytes or 0)}, tail and snapshots",
         "blocks": f"{agent.blocks}, {decimal(agent.block_bytes)}",
         "last used": _time(agent.last_used),
     }
