@@ -141,9 +141,13 @@ SCENARIOS = {
         worker(**{'job_errors_total{error="AgentVersionNotSaved"}': f"{always(0, 20)} 0+1x20 {always(20)}"}),
         {"12m": "StokerTurnsUnsaved", "24m": ""},
     ),
-    "the first error of its kind, where no counter was before": (
-        worker(**{'job_errors_total{error="AgentVersionNotSaved"}': f"{'_ ' * 20}{always(1)}"}),
+    "the first turn of an append job that is not saved": (
+        worker(**{'job_errors_total{error="AgentVersionNotSaved"}': f"{always(0, 20)} {always(1)}"}),
         {"11m": "StokerTurnsUnsaved", "15m": ""},
+    ),
+    "ten minutes without a scrape, long after turns were not saved": (
+        worker(**{'job_errors_total{error="AgentVersionNotSaved"}': f"{always(5, 20)} {'_ ' * 20}{always(5)}"}),
+        {"9m": "", "21m": "", "25m": ""},
     ),
     "1 GB free of 1 TB": (
         worker(store_free_bytes=f"{always(1 * GB, 60)} {always(300 * GB)}"),
@@ -184,13 +188,22 @@ SCENARIOS = {
         worker(**{'queue_oldest_wait_seconds{queue="generate"}': f"{always(5 * 3600, 60)} {always(0)}"}),
         {"10m": "", "20m": "StokerBacklogGrowsOld", "31m": ""},
     ),
+    "a prompt of many minutes, after an hour without work": (
+        worker(
+            num_requests_waiting=f"{always(0, 120)} {always(3)}",
+            step_tokens_total=always(0),
+            step_time_seconds_count=f"{always(0, 120)} 0+5x120",
+            **{FINISHED: always(2)},
+        ),
+        {"64m": "", "66m": "", "80m": ""},
+    ),
     "jobs wait and none goes on": (
-        worker(num_requests_waiting=always(3), step_tokens_total=always(0), **{FINISHED: always(2)}),
+        worker(num_requests_waiting=always(3), step_time_seconds_count=always(0), **{FINISHED: always(2)}),
         {"4m": "", "45m": "StokerStandsStill"},
     ),
     "jobs wait and none goes on, while those of another Redis server do": (
-        worker(num_requests_waiting=always(3), step_tokens_total=always(0), **{FINISHED: always(2)})
-        | of_another_server(worker(step_tokens_total="0+9x240", suspended=always(0), **{FINISHED: "0+1x240"})),
+        worker(num_requests_waiting=always(3), step_time_seconds_count=always(0), **{FINISHED: always(2)})
+        | of_another_server(worker(step_time_seconds_count="0+9x240", suspended=always(0), **{FINISHED: "0+1x240"})),
         {"4m": "", "45m": "StokerStandsStill"},
     ),
     "Redis has lost data": (
@@ -199,7 +212,7 @@ SCENARIOS = {
     ),
     "jobs wait while the queue is suspended": (
         worker(
-            **{FINISHED: always(2), "step_tokens_total": always(0), "num_requests_waiting": always(3)},
+            **{FINISHED: always(2), "step_time_seconds_count": always(0), "num_requests_waiting": always(3)},
             suspended=f"{always(1, 140)} {always(0)}",
         ),
         {"20m": "", "60m": "StokerSuspended", "71m": "", "80m": "StokerStandsStill"},

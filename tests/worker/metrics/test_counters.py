@@ -102,6 +102,27 @@ def test_rates_are_those_of_the_last_seconds_and_leave_out_idle_time():
     assert beat(4, 0, 4) == (12, 0)  # half a minute of jobs, ten seconds of tokens
 
 
+def test_the_metric_of_tokens_per_second_needs_no_heartbeat():
+    """None arrives while Redis is away; the batch goes on for a while."""
+    metrics, now = Metrics(), [0.0]
+    rates = Rates(metrics, clock=lambda: now[0])
+
+    def generate(until: float, tokens: int) -> None:
+        now[0] = until
+        metrics.stepped(0.01, {}, [CompletedGeneration(1, "finished", generated_ids=(1,) * tokens)])
+
+    for until in (0.0, 5.0, 10.0):
+        generate(until, 100)
+        rates.now(WorkerState(stages={"decode": 1}))
+    assert rates.tokens_per_s() == 20
+    generate(20.0, 1000)
+    assert rates.tokens_per_s() == 20
+    generate(50.0, 1000)
+    assert rates.tokens_per_s() == 50
+    now[0] = 36_000.0
+    assert rates.tokens_per_s() < 0.1
+
+
 def test_the_heartbeat_shows_the_shared_store_if_there_is_one():
     watch = Watch()
     assert watch.figures()["shared_store"] is None

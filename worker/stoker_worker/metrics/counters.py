@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 
+from stoker_shared.errors import AgentVersionNotSaved
 from stoker_worker.events import FIELDS
 from stoker_worker.ports import CompletedGeneration, SequenceProgress, SharedUse, WorkerState
 from stoker_worker.ports.metrics import End, MetricsPort
@@ -68,7 +69,12 @@ class Metrics(MetricsPort):
             "finished_reason",
             ("stop", "length", "tool_calls"),
         )
-        self._errors = counter("job_errors", "Failures of jobs, by the name of the error.", "error")
+        self._errors = counter(
+            "job_errors",
+            "Failures of jobs, by the name of the error.",
+            "error",
+            (AgentVersionNotSaved.__name__,),
+        )
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of the results posted, cached ones included.")
         self.cached_tokens = counter(
             "prefix_cache_hits", "Prompt tokens of the results posted that were restored, not prefilled."
@@ -243,8 +249,8 @@ class Rates:
         self._metrics = metrics
         self._clock = clock
         self._samples: deque[_Sample] = deque()
-        self.tokens_per_s = 0.0
         self._line_at = clock()
+        self._shown = _Sample(self._line_at, 0.0, 0.0), 0.0
         self._at_line: dict[str, float] = {}
 
     def now(self, state: WorkerState, shared_store: SharedUse | None = None) -> dict[str, Any]:
@@ -252,13 +258,14 @@ class Rates:
         metrics, ended, at = self._metrics, self._metrics.ended_jobs(), self._clock()
         n_ended = _done(ended) + ended["failed"] + ended["withdrawn"]
         self._add(_Sample(at, total(metrics.step_tokens), n_ended), is_idle=state.in_flight == 0)
-        self.tokens_per_s = self._rate(_TOKENS_WINDOW_S, lambda sample: sample.tokens)
+        tokens_per_s = self._rate(_TOKENS_WINDOW_S, lambda sample: sample.tokens)
+        self._shown = self._samples[-1], tokens_per_s
         if at - self._line_at >= _LINE_EVERY_S:
             self._write_line(at, state.in_flight)
         prompt = total(metrics.prompt_tokens)
         return {
             "at": time.time(),
-            "tokens_per_s": round(self.tokens_per_s, 1),
+            "tokens_per_s": round(tokens_per_s, 1),
             "jobs_per_min": round(60 * self._rate(_JOBS_WINDOW_S, lambda sample: sample.ended), 2),
             "in_flight": state.in_flight,
             "in_batch": state.in_batch,
@@ -271,6 +278,12 @@ class Rates:
             "suspended": state.is_suspended,
             "data_loss": asdict(state.data_loss) if state.data_loss.ago_s < _DATA_LOSS_SHOWN_S else None,
         }
+
+    def tokens_per_s(self) -> float:
+        """Over the last `_TOKENS_WINDOW_S` before the last heartbeat; while Redis is away, since that. Any thread."""
+        last, rate = self._shown
+        seconds = self._clock() - last.at
+        return rate if seconds <= _TOKENS_WINDOW_S else (total(self._metrics.step_tokens) - last.tokens) / seconds
 
     def _add(self, sample: _Sample, *, is_idle: bool) -> None:
         """Add a sample, but forget the others if there was no work: idle time must not lower the next rates."""

@@ -45,7 +45,7 @@ class Look:
 
     Attributes:
         store, queues: or the error of reading them; ``None`` while they are not open yet.
-        is_standing_by: it waits for another worker's name or store.
+        is_standing_by: it waits for another worker's name, queue or store.
         started_at: Unix time at which the worker was started.
         shared: ``None``: there is no shared store.
     """
@@ -229,7 +229,7 @@ class Watch:
 
     Attributes:
         metrics: for the stages.
-        is_standby: it waits while another worker has its name or store.
+        is_standby: it waits while another worker has its name, queue or store.
         state, store, queues: read these parts of the worker; set when the parts are made.
         shared_store: the same; without I/O, because the heartbeat calls it.
     """
@@ -304,7 +304,7 @@ class Watch:
         if path == "/readyz":
             status = HTTPStatus.SERVICE_UNAVAILABLE if obstacles else HTTPStatus.OK
             return status, _PLAIN, "".join(f"{line}\n" for line in obstacles or ["ready"]).encode()
-        body = exposition(self.metrics, look, tokens_per_s=self._rates.tokens_per_s, is_ready=not obstacles)
+        body = exposition(self.metrics, look, tokens_per_s=self._rates.tokens_per_s(), is_ready=not obstacles)
         return HTTPStatus.OK, CONTENT_TYPE, body
 
 
