@@ -1,5 +1,6 @@
 """`stoker-worker service` on both systems: its files, the manager's calls, what is left behind and what is refused."""
 
+import os
 import plistlib
 import shutil
 import stat
@@ -142,6 +143,11 @@ def test_the_unit_restarts_after_a_crash_only_and_stops_the_worker_alone():
     assert command.endswith('"run" "a \\"b\\" \\\\ $$HOME %%h\\n\'x\' é"')
     [variable] = [line for line in lines if line.startswith("Environment=")]
     assert variable == 'Environment="STOKER_X=a \\"b\\" \\\\ $HOME %%h\\n\'x\' é"'
+
+
+def test_a_dollar_in_the_path_of_the_program_is_one_for_systemd_too():
+    text = Systemd(Path("/units")).text(replace(UNIT, command=("/opt/a$b/python", "a$b")))
+    assert 'ExecStart="/opt/a$b/python" "a$$b"\n' in text
 
 
 @pytest.mark.parametrize(
@@ -311,6 +317,40 @@ def test_a_service_runs_on_if_its_new_file_cannot_be_written(managed, monkeypatc
     assert (refused.exit_code, "No space left" in refused.output) == (1, True)
     assert managed.is_loaded()
     assert not managed.calls()
+
+
+@LINUX
+def test_steps_that_nobody_reads_are_taken_all_the_same(managed):
+    """As with `service install ... | head -1`."""
+    managed.install()
+    for words in (["install", "--", "--engine", "scripted", "--max-batch", "3"], ["uninstall"]):
+        reader, writer = os.pipe()
+        os.close(reader)
+        command = [sys.executable, "-m", "stoker_worker", "service", *words]
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
+        os.close(writer)
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert managed.is_loaded() is (words[0] == "install")
+    assert not files(managed)
+
+
+@MAC
+@pytest.mark.parametrize("text", [b"no plist", plistlib.dumps([1]), plistlib.dumps({"ExitTimeOut": []})])
+def test_a_file_that_a_person_has_broken_is_replaced_and_removed(managed, text):
+    managed.install()
+    [file] = files(managed)
+    for words in (["install", "--", "--engine", "scripted"], ["uninstall"]):
+        file.write_bytes(text)
+        assert managed.service(*words).exit_code == 0
+    assert not files(managed)
+    assert not managed.is_loaded()
+
+
+@BOTH
+def test_a_grace_without_an_end_is_a_year(managed):
+    assert managed.install("--grace-s", "inf").exit_code == 0
+    [file] = files(managed)
+    assert str(366 * 86_400 + 30) in file.read_text()
 
 
 @MAC

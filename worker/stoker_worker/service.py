@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+from xml.parsers.expat import ExpatError
 
 from stoker_shared.durable_file import draft_of, write_new
 from stoker_shared.environment import ENV_PREFIX
@@ -27,6 +28,8 @@ RESTART_S: Final = 30
 
 _SAVING_S: Final = 30
 """Time after the grace to give back the jobs that were cut short, and for the embedded server to write its file."""
+_MOST_GRACE_S: Final = 366 * 86_400
+"""The service managers know no infinite time."""
 
 # A service starts with almost no variables. PATH finds redis-server, HF_* and XDG_CACHE_HOME the models that are
 # downloaded already, AWS_* the shared store.
@@ -74,7 +77,7 @@ def worker_unit(
             others.append(word)
     # -P: a folder named like one of the worker's packages must not be imported instead.
     command = (sys.executable, "-P", "-m", "stoker_worker", "run", *others)
-    return ServiceUnit(name, command, Path.cwd(), kept, math.ceil(grace_s) + _SAVING_S)
+    return ServiceUnit(name, command, Path.cwd(), kept, math.ceil(min(grace_s, _MOST_GRACE_S)) + _SAVING_S)
 
 
 Say = Callable[[str], None]
@@ -111,9 +114,9 @@ def _is_other(path: Path, text: str) -> bool:
 
 @contextmanager
 def _replaced(path: Path, text: str) -> Iterator[None]:
-    """Write a file, readable only by its owner because variables may have passwords. In the block, stop the service
-    that runs with the file as it is. The text is on disk before that, because the disk may be full, and the file is
-    replaced after it: if `install` is interrupted, the next one still finds the difference."""
+    """Give a file another text. Only its owner can read it, because variables may have passwords. The caller stops the
+    service in the block. The text is on disk before the block, because the disk may be full, and replaces the old one
+    after it: if `install` is interrupted in the block, the next one still finds the difference."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with draft_of(path) as draft:
         write_new(draft, text.encode())
@@ -209,7 +212,7 @@ class Launchd:
         """The stop timeout of the agent that runs; the next one may have another. 0: unknown."""
         try:
             return float(plistlib.loads(self.path(name).read_bytes())["ExitTimeOut"])
-        except (OSError, ValueError, KeyError, plistlib.InvalidFileException):
+        except (OSError, ValueError, TypeError, KeyError, ExpatError):  # a person may have changed the file
             return 0.0
 
     def _is_loaded(self, name: str) -> bool:
@@ -268,9 +271,10 @@ class Systemd:
         return self._units / f"{name}.service"
 
     def text(self, unit: ServiceUnit) -> str:
+        program, *words = unit.command  # systemd expands variables in the words alone
         return _UNIT.format(
             name=unit.name,
-            command=" ".join(_quoted(word).replace("$", "$$") for word in unit.command),
+            command=" ".join([_quoted(program), *(_quoted(word).replace("$", "$$") for word in words)]),
             folder=str(unit.folder).replace("%", "%%"),
             environment="".join(f"Environment={_quoted(f'{k}={v}')}\n" for k, v in unit.environment.items()),
             restart_s=RESTART_S,

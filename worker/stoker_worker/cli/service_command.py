@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -28,6 +29,14 @@ def _refused_in_one_line() -> Iterator[None]:
             yield
         except OSError as error:
             raise ServiceRefused(str(error)) from error
+
+
+def _say(line: str) -> None:
+    """Print a line about a step. `head` may have ended and closed the pipe: the steps go on without their lines."""
+    try:
+        click.echo(line)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 _name = click.option(
@@ -72,7 +81,7 @@ def install(context: click.Context, /, *, name: str, only_print: bool, run_optio
         if only_print:
             click.echo(manager.text(unit), nl=False)
         else:
-            manager.install(unit, click.echo)
+            manager.install(unit, _say)
             if "AWS_SESSION_TOKEN" in unit.environment:
                 click.echo("AWS_SESSION_TOKEN will expire, and the service with it: use a key that lasts", err=True)
 
@@ -86,7 +95,7 @@ def uninstall(name: str) -> None:
     manager = manager_here()
     with _refused_in_one_line():
         if manager.path(name).exists():
-            manager.uninstall(name, click.echo)
+            manager.uninstall(name, _say)
         else:
             click.echo(f"{name} is not installed")
 
