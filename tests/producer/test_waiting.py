@@ -99,9 +99,9 @@ def test_a_wait_after_a_failed_try_blocks_until_the_next_entry(producer, connect
 @pytest.mark.parametrize("n_jobs", [1, 30])
 def test_a_wait_survives_the_servers_death_and_return(tmp_path, blocked, n_jobs):
     require_server_program()
-    with EmbeddedServer(tmp_path / "redis", has_password=False) as server:
-        port = int(server.url.rsplit(":", 1)[1])
-        with Redis(port=port, retry=Retry(NoBackoff(), 0)) as connection, ThreadPoolExecutor(1) as pool:
+    with EmbeddedServer(tmp_path / "redis") as server:
+        url = server.url
+        with Redis.from_url(url, retry=Retry(NoBackoff(), 0)) as connection, ThreadPoolExecutor(1) as pool:
             producer = Producer(connection)
             tickets = producer.submit_many([{"agent_id": "a", "prompt": "x"}] * n_jobs)
             wait = (lambda: [tickets[0].result(60)]) if n_jobs == 1 else (lambda: producer.results(tickets, 60))
@@ -110,9 +110,9 @@ def test_a_wait_survives_the_servers_death_and_return(tmp_path, blocked, n_jobs)
             server.stop()
             blocked.clear()
             assert blocked.wait(20), "it asks again while the server is away"
-            with EmbeddedServer(tmp_path / "redis", has_password=False):
+            with EmbeddedServer(tmp_path / "redis"):
                 for ticket in tickets:
-                    PlayedWorker(Redis(port=port)).finish(ticket.job_id, text=ticket.job_id)
+                    PlayedWorker(Redis.from_url(url)).finish(ticket.job_id, text=ticket.job_id)
                 assert [result.text for result in waiting.result()] == [ticket.job_id for ticket in tickets]
 
 

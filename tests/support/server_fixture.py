@@ -3,6 +3,7 @@
 import os
 import subprocess
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 import pytest
 from redis import Redis
@@ -13,20 +14,26 @@ from stoker_worker.embedded_redis import EmbeddedServer, find_program
 
 
 @pytest.fixture(scope="session")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of the server. It needs no password: proxies and plain clients have its port alone."""
     require_server_program()
-    with EmbeddedServer(tmp_path_factory.mktemp("redis"), has_password=False) as server:
+    with EmbeddedServer(tmp_path_factory.mktemp("redis")) as server:
+        parts = urlsplit(server.url)
+        url = f"redis://{parts.hostname}:{parts.port}"
         with Redis.from_url(server.url) as connection:
             # Small hashes, too, come back in no order of insertion then: on some servers they do so anyway.
             connection.config_set("hash-max-ziplist-entries", 0)
-        yield server
+            connection.config_set("requirepass", "")
+        yield url
+        with Redis.from_url(url) as connection:
+            connection.config_set("requirepass", str(parts.password))  # `stop` gives it
 
 
 @pytest.fixture
-def redis_url(redis_server: EmbeddedServer) -> str:
-    with Redis.from_url(redis_server.url) as connection:
+def redis_url(redis_server: str) -> str:
+    with Redis.from_url(redis_server) as connection:
         connection.flushall()  # only ever our own server: the URL is that of the one we started
-    return redis_server.url
+    return redis_server
 
 
 @pytest.fixture

