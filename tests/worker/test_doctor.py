@@ -150,6 +150,21 @@ def test_a_database_that_is_missing_is_a_fault_also_without_caches(tmp_path: Pat
         AgentCacheStore(tmp_path)
 
 
+def test_a_log_without_its_database_is_a_fault(tmp_path: Path) -> None:
+    (tmp_path / f"{NAME}-wal").touch()
+    assert doctor.store_format(tmp_path).status is Status.FAIL
+    with pytest.raises(StoreUnusable):
+        AgentCacheStore(tmp_path)
+
+
+def test_a_replacement_of_the_database_that_a_crash_interrupted_is_no_fault(tmp_path: Path) -> None:
+    AgentCacheStore(tmp_path).close()
+    (tmp_path / NAME).rename(tmp_path / f"{NAME}.new-2026-11-22T154926.024539Z")
+    assert doctor.store_format(tmp_path).status is Status.OK
+    AgentCacheStore(tmp_path).close()
+    assert doctor.store_format(tmp_path).line == f"format {FORMAT}"
+
+
 def test_a_store_that_the_worker_would_refuse_is_found(tmp_path: Path) -> None:
     with closing(AgentCacheStore(tmp_path)):
         pass

@@ -1,7 +1,7 @@
 """`stoker-worker doctor`: checks, in this order, of the machine, Redis, the store, the shared store and the model.
 
-Writes nothing into Redis or the store. No finding has a password, a prompt or an agent's name. The calling thread owns
-MLX from the check of the device on.
+Writes nothing into Redis or the store, and leaves nothing in a shared store. No finding has a password, a prompt or an
+agent's name. From the check of the device on, no other thread than the caller's may use MLX.
 """
 
 import os
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final
 from stoker_shared.errors import ModelNotLoadable, RedisUnavailable, StoreUnusable
 from stoker_shared.text import mask_url, one_line
 from stoker_worker.engine.kv_memory import KVCost
-from stoker_worker.memory.database import Witness
+from stoker_worker.memory.database import NAME, Witness
 from stoker_worker.memory.database_file import FORMAT, HOW_TO_GO_ON, check_database, has_database, refused_if_damaged
 from stoker_worker.memory.replica.bucket import Bucket, BucketAway, check_creates_once
 from stoker_worker.models.blas import advice_without_blas, preload_blas
@@ -84,7 +84,7 @@ def fail(line: str, advice: str) -> Finding:
 
 
 Check = tuple[str, Callable[[], Finding]]
-"""A name, and a function that may raise anything."""
+"""The name of a check, and the function that makes it. If the function raises an error, the check has failed."""
 
 
 def examine(settings: WorkerSettings) -> Iterator[tuple[str, Finding]]:
@@ -129,15 +129,15 @@ def machine_checks() -> Iterator[Check]:
 
 
 def packages() -> Finding:
-    found, missing = [], []
+    installed, missing = [], []
     for name in _PACKAGES:
         try:
-            found.append(f"{name} {version(name)}")
+            installed.append(f"{name} {version(name)}")
         except PackageNotFoundError:
             missing.append(name)
     if missing:
         return fail(f"not installed: {', '.join(missing)}", "pip install 'stoker[worker]'")
-    return ok(", ".join(found))
+    return ok(", ".join(installed))
 
 
 def the_platform() -> Finding:
@@ -161,14 +161,14 @@ def sleep() -> Finding:
 
 def sleep_in(pmset: str) -> Finding:
     """`pmset`: the output of ``pmset -g``, with a line ``sleep MINUTES``; 0: never."""
-    found = re.search(r"^\s*sleep\s+(\d+)(.*)$", pmset, re.MULTILINE)
-    if found is None:
+    setting = re.search(r"^\s*sleep\s+(\d+)(.*)$", pmset, re.MULTILINE)
+    if setting is None:
         return warn("pmset names no sleep setting", _ADVICE_SLEEP)
-    if int(found[1]) == 0:
+    if int(setting[1]) == 0:
         return ok("this Mac does not sleep")
     # Something may prevent it just now: while the display is on, macOS itself does.
-    now = found[2].strip(" ()")
-    line = f"this Mac sleeps after {found[1]} minutes without use"
+    now = setting[2].strip(" ()")
+    line = f"this Mac sleeps after {setting[1]} minutes without use"
     return warn(f"{line}; now: {now}" if now else line, _ADVICE_SLEEP)
 
 
@@ -197,16 +197,16 @@ def device() -> Finding:
 def redis_checks(redis_url: str) -> Iterator[Check]:
     """The checks of the server at the URL; for `embedded`, of a server that is started in a temporary folder."""
     with ExitStack() as closing:
-        found: list[Redis] = []
-        yield "redis", lambda: _redis_answers(redis_url, closing, found)
-        for connection in found:
+        connected: list[Redis] = []
+        yield "redis", lambda: _redis_answers(redis_url, closing, connected)
+        for connection in connected:
             yield "redis memory", partial(redis_memory, connection)
             yield "redis persistence", partial(redis_persistence, connection)
             yield "clock", partial(clock, connection)
 
 
-def _redis_answers(redis_url: str, closing: ExitStack, found: "list[Redis]") -> Finding:
-    """`found`: gets the connection once the server has answered."""
+def _redis_answers(redis_url: str, closing: ExitStack, connected: "list[Redis]") -> Finding:
+    """`connected`: gets the connection once the server has answered."""
     from stoker_worker.embedded_redis import EmbeddedServer
     from stoker_worker.queue.client import connect
 
@@ -220,7 +220,7 @@ def _redis_answers(redis_url: str, closing: ExitStack, found: "list[Redis]") -> 
     except RedisUnavailable as error:
         return fail(str(error), "start a server, give its URL with --redis, or use --redis embedded")
     closing.callback(connection.close)
-    found.append(connection)
+    connected.append(connection)
     info = connection.info()
     name = "Valkey" if "valkey_version" in info else "Redis"
     line = f"{name} {info.get('valkey_version', info['redis_version'])}: {where}"
@@ -270,7 +270,7 @@ def _mb(n_bytes: int) -> str:
 
 
 def store_checks(folder: Path) -> Iterator[Check]:
-    """Change nothing in the store, so they are safe beside a running worker."""
+    """These checks change nothing in the store, so they are safe beside a running worker."""
     yield "store folder", lambda: store_rights(folder)
     yield "store disk", lambda: store_disk(folder)
     yield "store format", lambda: store_format(folder)
@@ -308,8 +308,11 @@ def store_disk(folder: Path) -> Finding:
 
 def store_format(folder: Path) -> Finding:
     try:
+        if any(folder.glob(f"{NAME}.new-*")):  # `replace_database` was interrupted, and `open_database` goes on
+            return ok("the database is being replaced; the worker finishes that when it starts")
         if not has_database(folder):
-            if any(folder.glob("blocks/*")) or any(folder.glob("pieces/*")) or Witness(folder).path.exists():
+            left = (Witness(folder).path, folder / f"{NAME}-wal", *folder.glob("blocks/*"), *folder.glob("pieces/*"))
+            if any(path.exists() for path in left):
                 raise StoreUnusable(f"the database of the store at {folder} is missing; {HOW_TO_GO_ON}")
             return ok("no store there yet")
         with refused_if_damaged(folder):
