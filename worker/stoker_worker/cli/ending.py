@@ -27,12 +27,17 @@ def late_signals_ignored() -> Iterator[None]:
 
 @contextmanager
 def cleaned_up_when_terminated() -> Iterator[None]:
-    """Make SIGTERM end the process as Ctrl-C does, so that the command cleans up. Main thread."""
-    before = signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
+    """Make SIGTERM and SIGHUP end the process as Ctrl-C does, so that the command cleans up. A signal that is ignored,
+    as SIGHUP is under `nohup`, stays ignored. Main thread."""
+    signals = (signal.SIGTERM, signal.SIGHUP)
+    before = {signum: handler for signum in signals if (handler := signal.getsignal(signum)) != signal.SIG_IGN}
+    for signum in before:
+        signal.signal(signum, lambda signum, _: sys.exit(128 + signum))
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 @contextmanager
@@ -42,5 +47,5 @@ def errors_in_one_line() -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise click.ClickException(MISSING.format(error.name)) from error
-    except StokerError as error:
+    except (StokerError, PermissionError) as error:
         raise click.ClickException(printable(f"{type(error).__name__}: {error}", lines=True)) from error

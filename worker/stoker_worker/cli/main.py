@@ -16,7 +16,7 @@ from stoker_shared.help_layout import SETTINGS, LaidOutGroup, examples
 from stoker_shared.text import mask_url
 from stoker_worker.cli.config_command import config
 from stoker_worker.cli.doctor_command import doctor
-from stoker_worker.cli.ending import errors_in_one_line, late_signals_ignored
+from stoker_worker.cli.ending import cleaned_up_when_terminated, errors_in_one_line, late_signals_ignored
 from stoker_worker.cli.figures_command import figures
 from stoker_worker.cli.memory_commands import memory
 from stoker_worker.cli.run_options import SettingsCommand, settings_from
@@ -94,8 +94,9 @@ def _run(settings: "WorkerSettings") -> None:
     deposed: QueueHeld | None = None
     with ExitStack() as cleanup:
         _serve_metrics(settings, watch, cleanup)
-        # Before the queue: a worker that sleeps can lose its lease but not its store, which another then cannot open.
-        # Before the server: a standby would use its predecessor's, which ends with that one.
+        # The store comes before the queue: a worker that sleeps can lose its lease, but it keeps its store, and then no
+        # other worker could open it. It comes before the server: a standby would use that of its predecessor, which
+        # ends with the predecessor.
         agents = cleanup.enter_context(closing(_agents(settings)))
         watch.store, watch.shared_store = agents.use, agents.shared_use
         agents.start_upkeep()
@@ -250,7 +251,7 @@ def import_model(file: Path, folder: Path) -> None:
 @click.option("--model", help="Another model than SmolLM2-135M-Instruct.")
 def demo(folder: Path, model: str | None) -> None:
     """Two agents, two turns, the worker stopped in between."""
-    with errors_in_one_line():
+    with errors_in_one_line(), cleaned_up_when_terminated():
         from stoker_worker.cli.demo import run_demo
 
         run_demo(folder, model)
