@@ -24,7 +24,8 @@ class ProcessIdentity:
         return cls(host=socket.gethostname(), boot=_boot_id(), pid=pid, started=_start_token(pid) or "unknown")
 
     def is_certainly_dead(self) -> bool:
-        """``True`` if it ran on this host and boot and is gone; ``False`` if it is alive or nothing is known."""
+        """``True`` if it ran on this host and boot, and is gone or has no known start time; ``False`` if it is alive,
+        or ran on another host or before this boot."""
         if (self.host, self.boot) != (socket.gethostname(), _boot_id()):
             return False
         return _start_token(self.pid) != self.started

@@ -112,7 +112,8 @@ def _read(source: Path) -> TurnRecord:
 
 
 def _made_anew(found: TurnRecord, agent_id: str, version: int) -> TurnRecord:
-    """The version for this store. Under its own id the agent may meet its job again, which is then not run twice."""
+    """The version as this store keeps it. An agent with its own id keeps its delivery, too: if the job that made the
+    version comes again, it is not run twice."""
     transcript, now = replay([found]), time.time()
     until = min(found.about.answer_until, now + UNTIL_ENDED_S)
     tokens = len(transcript.token_ids)

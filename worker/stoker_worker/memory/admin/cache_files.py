@@ -26,8 +26,8 @@ from stoker_worker.ports.cache_spec import BLOCK_TOKENS, LayerKind
 
 
 def check_piece(path: Path, version: AgentVersion, snapshot: int | None) -> None:
-    """Check that the file is the version's tail, or its snapshot of this place in `CachedPrefix.snapshots`. Raises
-    `Damaged`: it is not; `FileNotFoundError`: it is gone."""
+    """Check that the file is the version's tail, or with `snapshot`, the snapshot at this index of
+    `CachedPrefix.snapshots`. Raises `Damaged`: it is another file, or damaged; `FileNotFoundError`: it is gone."""
     check_belongs(read_intact(path), version.transcript, version.cache, snapshot)
 
 
@@ -88,9 +88,9 @@ def read_intact(path: Path) -> dict[str, Any]:
 
 
 def recount(connection: Connection, blocks: BlockFolder, pieces: PieceFolder, *, now: float) -> int:
-    """Make the index anew: enter the files of every agent's newest readable version, and no others; returns how many
-    blocks there are. Files of another conversation under an agent's names are removed: its id has been used again.
-    Sessions go. Raises `OSError`: a folder cannot be read."""
+    """Make the index anew, from the cache files of every agent's newest readable version; returns how many blocks it
+    has. Removes all sessions, and files that have an agent's names but belong to another conversation, because its id
+    was used again. Raises `OSError`: a folder cannot be read."""
     connection.execute("DELETE FROM blocks")
     connection.execute(f"DELETE FROM agents WHERE {transcripts.IS_OF_SESSION}")
     connection.execute("UPDATE agents SET last_block = NULL, piece_bytes = 0")

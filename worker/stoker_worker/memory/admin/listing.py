@@ -24,9 +24,9 @@ _COUNTS: Final = {
     "block_bytes": "chain_bytes",
     "size_bytes": "transcript_bytes + piece_bytes + ifnull(chain_bytes, 0)",
 }
+"""The counts and their SQL. No checksum covers these columns: in a damaged row, they may be of any type."""
 _NUMBERS: Final = ", ".join(f"ifnull(CAST({sql} AS INTEGER), 0)" for sql in _COUNTS.values())
 _USED: Final = "strftime('%Y-%m-%dT%H:%M:%S+00:00', CAST(last_used AS INTEGER), 'unixepoch')"
-"""Columns that no checksum covers: in a damaged row, they are of any type."""
 _SIZED: Final = "agents LEFT JOIN blocks ON address = last_block"
 _ROWS: Final = f"SELECT number, agent_id, key, version, head, unsaved, checksum, {_USED}, {_NUMBERS} FROM {_SIZED}"
 _SESSIONS: Final = "agent_id < ' '"

@@ -27,7 +27,7 @@ from stoker_worker.memory.files import Disk
 from stoker_worker.memory.transcripts import FORGETTER, AgentRow, TurnRecord
 
 _BAD_FRAMES_OF_ONE_FAULT: Final = 2
-"""A frame with a wrong checksum makes the next one look wrong too."""
+"""A damaged checksum in one frame makes the next frame look damaged, too."""
 _LOST_ROW: Final = "its row is damaged: a newer version may be lost"
 _AGENT_COLUMNS, _TURN_COLUMNS = 16, 12
 _WITHOUT_PARENT: Final = (
@@ -41,7 +41,7 @@ _WITHOUT_PARENT: Final = (
 class Salvaged(Exchanged):
     """
     Attributes:
-        whole: agents that go on as if nothing had happened.
+        whole: how many agents go on as if nothing had happened.
         refused: agents whose newest version is not proved, and why: `append` is refused until a rollback or a turn that
             brings its whole conversation.
         lost: agents of which no version can be read, and why: `append` is refused until such a turn.

@@ -1,8 +1,8 @@
 """A bucket, or a folder that several machines mount: objects by name. Any thread.
 
 The only user of obstore. Owns the time limits and the outage: a thread of its own makes each call, so its caller waits
-no longer than the limit, even on a share that hangs. Owns the first contact, too: is it the right shared store, and can
-it be trusted?
+no longer than the limit, even on a share that hangs. Owns the first contact, too, which checks that this is the right
+shared store, and that it can be trusted.
 """
 
 import json
@@ -37,8 +37,8 @@ MARKER: Final = "stoker.json"
 FORMAT: Final = "stoker-shared 1"
 
 COMMIT_LIMIT_S: Final = 3.0
-"""For writing a version: a finished turn waits for it, but only the first one in an outage. A large version gets more
-time, see `_SLOWEST_BPS`."""
+"""The usual limit. A finished turn waits so long for its version to be written, in an outage only the first turn.
+Writing gets more time for each byte, see `_SLOWEST_BPS`."""
 _SLOWEST_BPS: Final = 500_000
 """Bytes a second; a slower network counts as away."""
 _REMOVAL_S: Final = 0.5

@@ -51,8 +51,8 @@ from stoker_worker.ports.memory import common_length
 _log = logging.getLogger(__name__)
 
 _MOST_ENDS: Final = 2
-"""Of an agent's checkpoints that lie after a block's end, the last ones are listed, and the first, which may be the
-system prompt's: all of them would be one state a turn."""
+"""Of an agent's checkpoints with tokens after their blocks, the list has so many of the last ones, and the first, which
+may be the system prompt's. With all of them, each turn would add a state."""
 
 CACHES: Final = "caches"
 BLOCKS: Final = "blocks"
@@ -64,12 +64,12 @@ _Checks = dict[Path, _Check]
 
 _AT_ONCE: Final = 4
 _JOB_WAITS_S: Final = 30.0
-"""While a cache is brought in for one job, no other job is loaded."""
+"""The longest time in which a job's cache is brought in. No other job is loaded meanwhile."""
 _KNOWN_S: Final = 3600.0
 """After this time a worker looks again whether a file is there: `memory gc --shared` may have removed it."""
 _MOST_KNOWN: Final = 2**16
 _MISSING: Final = (float("-inf"), 0)
-"""Not there, or damaged, though a list may have it."""
+"""Of a file that is not there, or is damaged, even if a list names it."""
 _RETRY_S: Final = 1.0
 _STOP_S: Final = 5.0
 _HEADER_BYTES: Final = 1 << 17

@@ -67,7 +67,7 @@ class SharedReplica(Replica):
         self._meeting = threading.Lock()
         self._noting = threading.Lock()
         self._forgotten: OrderedDict[str, Forgotten] = OrderedDict()
-        self._doubtful: set[str] = set()  # agents with a put that may have arrived, without a reply
+        self._doubtful: set[str] = set()  # agents whose last put had no reply, and may have arrived
 
     def meet(self) -> None:
         with self._meeting:

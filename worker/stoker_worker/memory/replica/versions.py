@@ -1,8 +1,9 @@
 """The versions of agents in a shared store: finds the newest, verifies chains, makes each next one at most once, and
 removes old ones. Any thread.
 
-A number that was removed is free again, and a worker that slept could take it for the next one. But the newest version
-is never removed. So after each put the names above it are listed: if there is one, the put was not the newest version.
+Once an old version is removed, its number is free again, and a worker that slept could make its next version with that
+number. But the newest version is never removed. So after each put, the names above the new one are listed: if there is
+one, the worker came too late, and the put fails.
 """
 
 import base64
