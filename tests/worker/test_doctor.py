@@ -158,7 +158,8 @@ def test_a_log_without_its_database_is_a_fault(tmp_path: Path) -> None:
 
 
 def test_a_replacement_of_the_database_that_a_crash_interrupted_is_no_fault(tmp_path: Path) -> None:
-    AgentCacheStore(tmp_path).close()
+    with closing(AgentCacheStore(tmp_path)) as store:
+        store.parts.database.commit(lambda connection: None)
     (tmp_path / NAME).rename(tmp_path / f"{NAME}.new-2026-11-22T154926.024539Z")
     assert doctor.store_format(tmp_path).status is Status.OK
     AgentCacheStore(tmp_path).close()

@@ -335,7 +335,11 @@ def test_steps_that_nobody_reads_are_taken_all_the_same(managed):
 
 
 @MAC
-@pytest.mark.parametrize("text", [b"no plist", plistlib.dumps([1]), plistlib.dumps({"ExitTimeOut": []})])
+@pytest.mark.parametrize(
+    "text",
+    [b'<?xml version="1.0"?><plist><dict>', plistlib.dumps([1]), plistlib.dumps({"ExitTimeOut": []})],
+    ids=range(3),
+)
 def test_a_file_that_a_person_has_broken_is_replaced_and_removed(managed, text):
     managed.install()
     [file] = files(managed)
