@@ -101,18 +101,24 @@ def redis_errors(connection: AnyRedis) -> Iterator[None]:
         yield
     except RedisError as error:
         # Not chained: some servers quote the whole AUTH command in their error, and a traceback would show it.
-        kind = WrongKeyType if _is_of_other_type(error) else RedisUnavailable
-        raise kind(described(connection, error)) from None
+        if _is_of_other_type(error):
+            raise WrongKeyType(described(connection, error)) from None
+        unavailable = RedisUnavailable(described(connection, error))
+        unavailable.is_lost = _is_lost(error)
+        raise unavailable from None
 
 
 def described(connection: AnyRedis, error: RedisError) -> str:
     """The error and the server's address, in one line without the password."""
-    lost = isinstance(error, LOST) and not isinstance(error, REFUSED)
     where = address(connection)
-    problem = f"no Redis server answers at {where}" if lost else f"refused by the Redis server at {where}"
+    problem = f"no Redis server answers at {where}" if _is_lost(error) else f"refused by the Redis server at {where}"
     if _is_of_other_type(error):
         problem = f"a key at {where} is of another type than stoker's"
     return f"{problem}: {mask_text(refusal_line(error), _kwargs(connection).get('password'))}"
+
+
+def _is_lost(error: RedisError) -> bool:
+    return isinstance(error, LOST) and not isinstance(error, REFUSED)
 
 
 def _is_of_other_type(error: RedisError) -> bool:

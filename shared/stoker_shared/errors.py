@@ -143,9 +143,13 @@ class QueueError(StokerError):
 
 
 class RedisUnavailable(QueueError):
-    """No server answers at the URL, or it refused this client. The message never contains the password."""
+    """No server answers at the URL, or it refused this client. The message never contains the password.
+
+    `is_lost`: the connection was lost, so the server may have carried out the command.
+    """
 
     retryable = True
+    is_lost = False
 
 
 class QueueHeld(QueueError):

@@ -88,7 +88,9 @@ class BatchRun:
         try:
             source = self._files.get(batch.owner, batch.input_file_id)
             lines = self._input(source)
-        except (Failure, FileNotFoundError, ValueError) as error:
+        except (Failure, OSError, ValueError) as error:
+            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and not self._must_cancel():
+                raise  # perhaps it can be read later
             self._fail("invalid_file", f"the input file cannot be read: {error}")
             return None
         if not lines.n_requests:

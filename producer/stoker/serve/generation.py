@@ -226,8 +226,8 @@ def _described(error: Exception | asyncio.CancelledError, running: RunningCall) 
 
 
 def _unavailable(error: RedisUnavailable, running: RunningCall) -> Failure:
-    """The failure of a call whose job may run all the same."""
-    if running.may_be_repeated:
+    """The failure of a call whose job, if the connection was lost, may run all the same."""
+    if running.may_be_repeated or not error.is_lost:
         return described(error)
     return Failure(503, f"{error}; the call's job may run all the same", code="queue_unavailable")
 

@@ -140,6 +140,19 @@ def test_a_batch_whose_file_cannot_be_read_for_a_moment_is_tried_again(client, m
     assert next(faults, None) is None
 
 
+def test_a_batch_whose_file_can_never_be_read_ends_when_it_is_canceled(client, monkeypatch):
+    def unreadable(*arguments, **options):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(batch_runner, "JsonLines", unreadable)
+    monkeypatch.setattr(batch_runner, "_AGAIN_S", 0.1)
+    monkeypatch.setattr(batch_runner, "_LOOK_S", 0.1)
+    batch = begin(client, lines("say a"))
+    client.batches.cancel(batch.id)
+    assert until(client, batch, "failed", "cancelled").status == "failed"
+    assert client.files.delete(batch.input_file_id).deleted
+
+
 def test_a_batch_may_have_responses_which_nothing_keeps(client, store):
     bodies: list[dict[str, object]] = [
         {"input": "say a"},
@@ -265,6 +278,20 @@ def test_files_are_listed_read_and_deleted_but_not_while_a_batch_reads_them(clie
     assert file.id not in {found.id for found in client.files.list()}
     with pytest.raises(openai.NotFoundError):
         client.files.retrieve(file.id)
+
+
+def test_a_file_stays_while_it_is_unknown_whether_a_batch_reads_it(client, hand, monkeypatch):
+    batch = begin(client, lines("wait"))
+
+    def unreadable(self, batch_id):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as faulty:
+        faulty.setattr(BatchStore, "state", unreadable)
+        with pytest.raises(openai.InternalServerError):
+            client.with_options(max_retries=0).files.delete(batch.input_file_id)
+    hand.finish(hand.wait_for_one(), text="done")
+    assert until(client, batch, "completed", "failed").status == "completed"
 
 
 def test_two_deletions_of_a_file_at_the_same_moment_are_no_error(tmp_path):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from stoker_shared.environment import require_known_variables
-from stoker_shared.errors import AgentNotFound, SharedStoreAway, StokerError
+from stoker_shared.errors import AgentNotFound, SharedStoreAway, StokerError, StoreUnusable
 from stoker_shared.help_layout import LaidOutGroup
 from stoker_shared.text import printable, seconds_of
 from stoker_worker.cli.ending import MISSING, cleaned_up_when_terminated
@@ -406,7 +406,9 @@ def share(store: Path, as_json: bool, url: str) -> None:
         if is_due() and not as_json:
             click.echo(f"{done.agents + done.n_refused} agents", err=True)
 
-    with opened(store) as parts, closing(StoreLock(store)):  # in this order: the lock would make the folder
+    if not store.exists():  # the lock would make the folder
+        raise StoreUnusable(f"there is no store at {store}")
+    with closing(StoreLock(store)), opened(store) as parts:
         try:
             done = share_store(parts, Bucket(url), on_page=tell)
         except BucketAway as error:

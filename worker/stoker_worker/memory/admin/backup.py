@@ -5,7 +5,6 @@ A database that replaces the store's, a backup or what `salvage` made, is made i
 index of the cache files; only then are the two exchanged.
 """
 
-import errno
 import os
 import shutil
 import sqlite3
@@ -85,7 +84,7 @@ def check_pages(connection: Connection, path: Path) -> None:
 
 def copy_database(source: Connection, target: Path) -> None:
     """Copy all pages to an empty file. `source` is in a transaction that has read, so that no writer makes the copy
-    begin again. Raises `OSError`, which names `target`; `Damaged`."""
+    begin again. Raises `OSError`, which names `target` if it is for lack of room; `Damaged`."""
     assert isinstance(source, sqlite3.Connection)
     try:
         with translated(), closing(sqlite3.connect(target, isolation_level=None)) as copy:
@@ -93,7 +92,9 @@ def copy_database(source: Connection, target: Path) -> None:
             copy.execute("PRAGMA synchronous=OFF")
             source.backup(copy, pages=_PAGES, sleep=0)
     except DatabaseFailed as failed:
-        raise OSError(failed.errno or errno.EIO, str(failed.__cause__), str(target)) from failed
+        if failed.errno is None:  # of either file
+            raise
+        raise OSError(failed.errno, str(failed.__cause__), str(target)) from failed
 
 
 def connect_to_copy(path: Path) -> sqlite3.Connection:

@@ -36,7 +36,7 @@ class DamagedFile:
         self.bad_frames = 0
         self._file = os.open(path, os.O_RDONLY)
         finalize(self, os.close, self._file)
-        self._n_pages = os.fstat(self._file).st_size // PAGE
+        self._n_pages = -(-os.fstat(self._file).st_size // PAGE)  # the last one may be cut short
         self._log = _content(path.with_name(f"{path.name}-wal"))
         self._in_log: dict[int, int] = {}
         self._read_log(whole_log)
